@@ -1,0 +1,48 @@
+# `make train` and `make test` do all the set-up on a fresh machine: a virtual environment in .venv
+# with the versions of constraints.txt.
+#
+#   make train ARGS="stage=2 model=tiny"
+#   make test
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+ARGS ?=
+SOURCES := lightning_zero recipes tests conf cuda
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test lint format types coverage clean
+
+help:
+	@sed -n 's/^#  *make/make/p' Makefile
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "constraints.txt needs Python 3.11 or newer: make PYTHON=...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev,cli]'
+	touch $@
+
+train: $(STAMP)
+	$(BIN)/python recipes/pretrain.py $(ARGS)
+
+test: lint types coverage
+
+lint: $(STAMP)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+# One thread a rank: the tests start several ranks on few cores.
+coverage: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --cov --cov-report=term --cov-fail-under=90 $(ARGS)
+
+clean:
+	rm -rf .venv build dist *.egg-info .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache
