@@ -1,0 +1,1 @@
+"""Hydra configuration groups of the recipes, shipped as ``pkg://lightning_zero.conf``."""

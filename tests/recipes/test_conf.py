@@ -1,0 +1,54 @@
+"""The shipped configuration: every choice of every group composes, and builds a strategy."""
+
+from pathlib import Path
+
+import hydra
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from lightning_zero import ZeroStrategy
+
+CONF = Path(__file__).parents[2] / "conf"
+CHOICES = sorted(path.relative_to(CONF).with_suffix("").parts for path in CONF.glob("*/*.yaml"))
+
+
+def compose_overrides(*overrides):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("config", overrides=list(overrides))
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_choice_composes_and_builds_a_strategy(group, choice):
+    cfg = compose_overrides(f"{group}='{choice}'", "data.path=README.md")
+    assert not OmegaConf.missing_keys(cfg)
+    strategy = hydra.utils.instantiate(cfg.strategy, _convert_="all")
+    assert isinstance(strategy, ZeroStrategy)
+
+
+def test_groups_are_the_documented_ones():
+    groups = {group for group, _ in CHOICES}
+    assert groups == {"stage", "overlap", "model", "data", "trainer"}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_stage_group_sets_the_stage(stage):
+    cfg = compose_overrides(f"stage='{stage}'")
+    assert cfg.strategy.stage == stage
+    assert hydra.utils.instantiate(cfg.strategy).stage == stage
+
+
+@pytest.mark.parametrize(("choice", "value"), [("on", True), ("off", False), ("auto", None)])
+def test_overlap_group_sets_overlap_comm(choice, value):
+    assert compose_overrides(f"overlap={choice}").strategy.overlap_comm is value
+
+
+def test_values_are_plain():
+    for path in CONF.glob("*/*.yaml"):
+        assert "_target_" not in path.read_text(), path
+
+
+def test_trainer_choices_share_the_default():
+    default = compose_overrides().trainer
+    for choice in ("cpu", "gpu", "smoke"):
+        assert set(compose_overrides(f"trainer={choice}").trainer) == set(default)
