@@ -1,0 +1,17 @@
+"""ZeRO for PyTorch Lightning: partitioned optimizer state, gradients and parameters.
+
+Importing the package registers the names ``zero_stage_1``, ``zero_stage_2`` and ``zero_stage_3``, so that
+``Trainer(strategy="zero_stage_3")`` works.
+"""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_zero.__about__ import __version__
+from lightning_zero.comm import ShardGroups
+from lightning_zero.config import ZeroOptions
+from lightning_zero.engine import ZeroEngine
+from lightning_zero.strategy import ZeroStrategy
+
+ZeroStrategy.register_strategies(StrategyRegistry)
+
+__all__ = ["ShardGroups", "ZeroEngine", "ZeroOptions", "ZeroStrategy", "__version__"]

@@ -1,0 +1,1 @@
+"""Ordinary checkpoints from partitioned states, and back."""

@@ -1,0 +1,277 @@
+"""One ordinary checkpoint: full tensors under the user's names, in the layout that plain Lightning writes.
+
+Everything is gathered bucket by bucket to rank 0's host memory; no other rank ever holds more than its
+shards and one bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.comm import Collectives
+from lightning_zero.engine import ZeroEngine
+from lightning_zero.optim.pieces import MasterPiece, MasterShard, parameters_of
+from lightning_zero.params.bucket import ParamStatus
+from lightning_zero.plan.layout import BucketLayout, Slot
+
+MASTER_KEY = "master_weight"
+"""Name under which an fp32 master weight stands among a parameter's optimizer state."""
+
+State = dict[str, Any]
+
+
+def module_state_dict(engine: ZeroEngine, module: nn.Module) -> State:
+    """The module's state dict with full tensors on the CPU of rank 0; empty on other ranks.
+
+    The names are those of ``module.state_dict()``, the user's hooks included: whatever stands for a
+    partitioned parameter in it is replaced by the parameter's full value.
+
+    Args:
+        engine: Engine of the module; may be closed, then the module itself is whole.
+        module: The module, or a part of it. To be called on all ranks.
+    """
+    is_writer = engine.groups.rank == 0
+    placeholders = {
+        pointer: (bucket.layout.index, slot)
+        for bucket in engine.buckets
+        if bucket.status is ParamStatus.NOT_AVAILABLE
+        for slot, pointer in enumerate(bucket.placeholder_pointers())
+    }
+    state: State = module.state_dict()
+    names: dict[int, list[tuple[str, int]]] = {}
+    copies: dict[tuple[Any, ...], Tensor] = {}
+    for name, value in state.items():
+        index, slot = placeholders.get(_pointer(value), (None, 0))
+        if index is not None:
+            names.setdefault(index, []).append((name, slot))
+        elif is_writer and isinstance(value, Tensor):
+            state[name] = _copy_once(value, copies)
+    for bucket in engine.buckets:
+        wanted = names.get(bucket.layout.index)
+        if not wanted:
+            continue
+        flat = _gather_flat(engine.groups.control, bucket.shard, bucket.layout)
+        if flat is not None:
+            whole = {slot: _cut(flat, bucket.layout.slots[slot]) for _, slot in wanted}
+            state.update((name, whole[slot]) for name, slot in wanted)
+    return state if is_writer else {}
+
+
+def optimizer_state_dict(engine: ZeroEngine, optimizer: Optimizer) -> State:
+    """The optimizer's state dict in torch's own form, full tensors on the CPU of rank 0.
+
+    Element-wise state (of the shape of the pieces) is put together; anything else is taken from the
+    lowest rank that has a piece of the parameter. An fp32 master weight is kept as one more state.
+
+    Args:
+        engine: The engine that steps the optimizer; may be closed. To be called on all ranks.
+        optimizer: One of its optimizers.
+
+    Returns:
+        ``state`` and ``param_groups``; ``state`` is empty on ranks other than 0.
+    """
+    number = {parameter: index for index, parameter in enumerate(parameters_of(optimizer))}
+    state: dict[int, State] = {}
+    for master in engine.table.masters_of(optimizer):
+        local = _local_states(engine, optimizer, master)
+        for slot, key, value in _full_states(engine.groups.control, master, local):
+            parameter = master.gradients.parameters[slot]
+            state.setdefault(number[parameter], {})[key] = value
+    groups = []
+    for group in optimizer.param_groups:
+        packed = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**packed, "params": [number[p] for p in group["params"]]})
+    return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+
+def load_optimizer_state_dict(engine: ZeroEngine, optimizer: Optimizer, state_dict: State) -> None:
+    """Cut this rank's pieces from a full optimizer state dict.
+
+    Args:
+        engine: The engine that steps the optimizer.
+        optimizer: One of its optimizers.
+        state_dict: In torch's own form, full tensors, the same on all ranks.
+
+    Raises:
+        ValueError: The groups, or the shapes, do not fit the optimizer.
+    """
+    saved_groups, state = state_dict["param_groups"], state_dict["state"]
+    _check_groups(optimizer, saved_groups)
+    numbers = (number for group in saved_groups for number in group["params"])
+    saved_number = dict(zip(parameters_of(optimizer), numbers, strict=True))
+    packed_state: dict[int, State] = {}
+    packed_groups = []
+    count = 0
+    for group, saved_group in zip(optimizer.param_groups, saved_groups, strict=True):
+        first = count
+        for parameter in group["params"]:
+            piece = engine.table.piece(parameter)
+            if piece is None:
+                continue
+            saved = state.get(saved_number[parameter])
+            if saved is not None:
+                packed_state[count] = _cut_states(piece, saved)
+            count += 1
+        packed_groups.append({**saved_group, "params": list(range(first, count))})
+    optimizer.state.clear()
+    with engine.table.swapped(optimizer, frozenset()):
+        optimizer.load_state_dict({"state": packed_state, "param_groups": packed_groups})
+
+
+# Gathering.
+
+_Local = dict[int, tuple[MasterPiece, State]]
+
+
+def _local_states(engine: ZeroEngine, optimizer: Optimizer, master: MasterShard) -> _Local:
+    """This rank's pieces of an optimizer in one bucket, by slot, with their states."""
+    found: _Local = {}
+    for piece in engine.table.pieces_of(optimizer):
+        if piece.master is not master:
+            continue
+        states = dict(optimizer.state.get(piece.parameter, {}))
+        if master.has_copy:
+            states[MASTER_KEY] = piece.tensor.detach()
+        if states:
+            found[piece.piece.slot] = piece, states
+    return found
+
+
+def _full_states(
+    collectives: Collectives, master: MasterShard, local: _Local
+) -> Iterator[tuple[int, str, Any]]:
+    """Slot, key and full value of every state in a bucket; nothing on ranks other than 0."""
+    layout = master.parameters.layout
+    if layout.world_size == 1:  # every rank holds all of it
+        for slot, (_, states) in local.items() if collectives.rank == 0 else ():
+            yield from ((slot, key, _to_cpu(value)) for key, value in states.items())
+        return
+    described = collectives.exchange_objects(
+        {
+            slot: {key: _dtype_if_elementwise(piece, value) for key, value in states.items()}
+            for slot, (piece, states) in local.items()
+        }
+    )
+    for key, dtype in _elementwise_keys(described):
+        flat = _gather_flat(collectives, _assemble(master, local, key, dtype), layout)
+        if flat is None:
+            continue
+        for slot in sorted({slot for rank in described for slot in rank if key in rank[slot]}):
+            if any(rank.get(slot, {}).get(key) for rank in described):
+                yield slot, key, _cut(flat, layout.slots[slot])
+    others = collectives.gather_objects(
+        {
+            slot: {
+                key: _to_cpu(value)
+                for key, value in states.items()
+                if _dtype_if_elementwise(piece, value) is None
+            }
+            for slot, (piece, states) in local.items()
+        }
+    )
+    for rank in reversed(others or []):  # the lowest rank has the last word
+        for slot, states in rank.items():
+            yield from ((slot, key, value) for key, value in states.items())
+
+
+def _dtype_if_elementwise(piece: MasterPiece, value: Any) -> torch.dtype | None:
+    """The dtype of a state with one entry per element of the piece; None for any other state."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return None
+    return value.dtype if value.shape == piece.tensor.shape else None
+
+
+def _elementwise_keys(
+    described: list[dict[int, dict[str, torch.dtype | None]]],
+) -> list[tuple[str, torch.dtype]]:
+    """Keys and dtypes of element-wise states on any rank, in one order on all ranks."""
+    found = {
+        (key, dtype)
+        for rank in described
+        for states in rank.values()
+        for key, dtype in states.items()
+        if dtype is not None
+    }
+    return sorted(found, key=str)
+
+
+def _assemble(master: MasterShard, local: _Local, key: str, dtype: torch.dtype) -> Tensor:
+    """One state of all pieces, laid out as the shard."""
+    shard = torch.zeros(
+        master.parameters.layout.shard_numel, dtype=dtype, device=master.tensor.device
+    )
+    for piece, states in local.values():
+        value = states.get(key)
+        if isinstance(value, Tensor) and value.dtype == dtype:
+            piece.view(shard).copy_(value)
+    return shard
+
+
+def _gather_flat(collectives: Collectives, shard: Tensor, layout: BucketLayout) -> Tensor | None:
+    """All shards of a bucket end to end on the CPU of rank 0; None on other ranks."""
+    shards = collectives.gather(shard, layout.index)
+    return None if shards is None else torch.cat([part.cpu() for part in shards])
+
+
+def _cut(flat: Tensor, slot: Slot) -> Tensor:
+    """A parameter-shaped copy out of a flat tensor."""
+    return flat.as_strided(slot.shape, slot.stride, slot.offset).clone()
+
+
+def _to_cpu(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
+def _pointer(value: Any) -> int:
+    return value.data_ptr() if isinstance(value, Tensor) and value.numel() else 0
+
+
+def _copy_once(value: Tensor, copies: dict[tuple[Any, ...], Tensor]) -> Tensor:
+    """A CPU copy; tied tensors stay tied."""
+    key = (value.data_ptr(), value.dtype, value.shape, value.stride())
+    if key not in copies or not value.numel():
+        copies[key] = _to_cpu(value)
+    return copies[key]
+
+
+# Cutting.
+
+
+def _check_groups(optimizer: Optimizer, saved_groups: list[State]) -> None:
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    saved_sizes = [len(group["params"]) for group in saved_groups]
+    if sizes != saved_sizes:
+        raise ValueError(
+            f"the checkpoint's {type(optimizer).__name__} has parameter groups of {saved_sizes}"
+            f" parameters, but this one has groups of {sizes}. Build the optimizer as it was when"
+            " the checkpoint was written, or load the weights only."
+        )
+
+
+def _cut_states(piece: MasterPiece, saved: State) -> State:
+    states = {key: _cut_state(piece, key, value) for key, value in saved.items()}
+    master = states.pop(MASTER_KEY, None)
+    if master is not None and piece.master.has_copy:
+        with torch.no_grad():
+            piece.tensor.copy_(master)
+    return states
+
+
+def _cut_state(piece: MasterPiece, key: str, value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.dim() == 0 or piece.is_whole:
+        return value.clone() if isinstance(value, Tensor) else value
+    slot = piece.slot
+    if tuple(value.shape) != slot.shape:
+        raise ValueError(
+            f"optimizer state {key!r} of {slot.fqn!r} has shape {tuple(value.shape)} in the checkpoint,"
+            f" but the parameter has shape {slot.shape}: it cannot be cut for this rank. Load it"
+            " with the sharding it was written with (shard_by='tensor')."
+        )
+    dense = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype).copy_(value)
+    begin = piece.piece.param_offset
+    return dense.as_strided((slot.numel,), (1,))[begin : begin + piece.piece.numel].clone()

@@ -1,0 +1,92 @@
+"""What the engine asks of a backend.
+
+Shape legend: N padded elements of a bucket, W ranks of the group, S = N // W, r this rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Handle(Protocol):
+    """Result of an asynchronous call."""
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Block the caller (CPU) or the current stream (accelerator) until the call is done."""
+
+
+class Done:
+    """Handle of a call that was complete when it returned."""
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Return at once."""
+
+
+class Collectives(ABC):
+    """Collectives of one group of ranks.
+
+    ``key`` tells the calls that may be in flight together apart. All ranks use the same key for the
+    same transfer, and call ``advance`` together, after which keys may be used again. A transfer of
+    one generation is never taken for one of another.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.sent_nbytes = 0
+        """Bytes that this rank has sent: exact for point-to-point backends, else the ring's theory."""
+
+    @abstractmethod
+    def all_gather(self, flat: Tensor, shard: Tensor, key: int) -> Handle:
+        """Fill a flat tensor with the shards of all ranks, in place.
+
+        Args:
+            flat: 1-D [N]. Its own part ``flat[r * S:(r + 1) * S]`` already holds the shard.
+            shard: 1-D [S], this rank's shard; may be a view of ``flat``. Not written to until the
+                handle has been waited for.
+            key: See the class.
+        """
+
+    @abstractmethod
+    def reduce_scatter(self, flat: Tensor, out: Tensor, accumulate: bool, key: int) -> Handle:
+        """Sum a flat tensor over ranks; this rank receives its own shard of the sum.
+
+        Args:
+            flat: 1-D [N], summand of this rank; not written to until the handle has been waited for.
+            out: 1-D [S], receives the sum when the handle is waited for; any floating dtype.
+            accumulate: Add to ``out`` instead of overwriting it.
+            key: See the class.
+        """
+
+    @abstractmethod
+    def all_reduce(self, flat: Tensor) -> Handle:
+        """Sum a 1-D tensor over ranks, in place on all of them."""
+
+    @abstractmethod
+    def agree(self, values: Tensor) -> None:
+        """Sum a small 1-D float64 tensor over ranks, in place, before returning."""
+
+    @abstractmethod
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrite tensors of any shape and dtype with those of rank 0."""
+
+    @abstractmethod
+    def gather(self, shard: Tensor, key: int) -> list[Tensor] | None:
+        """Bring one 1-D tensor per rank, all of one length, to rank 0; None on the others."""
+
+    @abstractmethod
+    def gather_objects(self, value: Any) -> list[Any] | None:
+        """Bring one picklable object per rank to rank 0; None on the others."""
+
+    @abstractmethod
+    def exchange_objects(self, value: Any) -> list[Any]:
+        """Bring one small picklable object per rank to all ranks."""
+
+    @abstractmethod
+    def advance(self) -> None:
+        """Begin a new generation of keys."""

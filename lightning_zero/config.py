@@ -1,0 +1,90 @@
+"""Typed options of the engine, checked when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lightning_zero.plan.layout import ShardBy
+
+STAGES = (0, 1, 2, 3)
+_DTYPE_NAMES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float64": torch.float64,
+}
+
+
+@dataclass(kw_only=True, slots=True)
+class ZeroOptions:
+    """What the engine shards, and how.
+
+    Raises:
+        ValueError: A value is out of range, or has no effect at this stage.
+    """
+
+    stage: int = 3
+    """0 shards nothing (the DDP baseline), 1 optimizer state, 2 also gradients, 3 also parameters."""
+
+    overlap_comm: bool = True
+    """Let transfers travel while the model computes."""
+
+    bucket_numel: int | None = None
+    """Capacity of a bucket in elements; None for about a twelfth of the model, at most 6 Mi."""
+
+    master_weights: bool | None = None
+    """Step an fp32 copy of parameters of lower precision; None for yes."""
+
+    reduce_dtype: torch.dtype | str | None = None
+    """Dtype in which gradients travel and are summed; None for that of the parameters."""
+
+    shard_by: ShardBy = "element"
+    """``"element"``, or ``"tensor"`` for optimizers that need whole parameters."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stage, bool) or self.stage not in STAGES:
+            raise ValueError(
+                f"stage must be 0, 1, 2 or 3, got {self.stage!r}: 0 is plain data parallelism, 1 shards"
+                " optimizer state, 2 also gradients, 3 also parameters"
+            )
+        if self.shard_by not in ("element", "tensor"):
+            raise ValueError(f"shard_by must be 'element' or 'tensor', got {self.shard_by!r}")
+        if self.shard_by == "tensor" and self.stage == 0:
+            raise ValueError(
+                "shard_by='tensor' has no effect at stage 0, which shards nothing: remove it, or"
+                " choose stage 1, 2 or 3"
+            )
+        if self.bucket_numel is not None and (
+            isinstance(self.bucket_numel, bool)
+            or not isinstance(self.bucket_numel, int)
+            or self.bucket_numel < 1
+        ):
+            raise ValueError(
+                f"bucket_numel must be a positive number of elements, got {self.bucket_numel!r}"
+            )
+        for name in ("overlap_comm", "master_weights"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "master_weights" and value is None):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
+        self.reduce_dtype = _floating_dtype(self.reduce_dtype)
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """``reduce_dtype`` as a dtype."""
+        return _floating_dtype(self.reduce_dtype)
+
+
+def _floating_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
+    if value is None:
+        return None
+    found = _DTYPE_NAMES.get(value.removeprefix("torch.")) if isinstance(value, str) else value
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(
+            f"reduce_dtype must be a floating dtype or one of {sorted(_DTYPE_NAMES)}, got {value!r}"
+        )
+    return found

@@ -1,0 +1,235 @@
+"""Collects gradients during backward and averages them over the ranks, bucket by bucket.
+
+[Note: one order]
+Reductions leave in one fixed order of buckets, whatever order the gradients of this rank come in, and
+at the end of backward the rest leaves with zeros. So ranks that use different parameters still make the
+same calls, and nobody has to be told which parameters are unused.
+
+[Note: late gradients]
+A gradient that comes after its bucket has left (a second backward within one scope, a nested backward),
+or that was collected without synchronisation, stays in ``param.grad``. All ranks learn of it in the
+agreement before the optimizer step, and reduce once more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+from torch import Tensor, nn
+
+from lightning_zero import _compat
+from lightning_zero.comm.api import Collectives, Handle
+from lightning_zero.grads.bucket import GradientBucket
+from lightning_zero.memory.pool import BufferPool
+
+MAX_IN_FLIGHT = 2
+"""Buckets whose reduction may be under way at once; bounds the memory of collection buffers."""
+
+
+class GradientReducer:
+    """Averages gradients over ranks, each rank keeping its shard.
+
+    Args:
+        buckets: In model order; reductions leave from last to first.
+        collectives: Group of the reductions.
+        pool: Collection buffers.
+        is_scattered: Each rank receives its shard of the sum; else all receive the whole sum.
+        overlap_comm: Let reductions travel while backward goes on.
+        on_complete: Called with a bucket's index once all its gradients of a backward are collected.
+        on_finish: Called when a backward has ended.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[GradientBucket],
+        collectives: Collectives,
+        pool: BufferPool,
+        *,
+        is_scattered: bool,
+        overlap_comm: bool,
+        on_complete: Callable[[int], None],
+        on_finish: Callable[[], None],
+    ) -> None:
+        self.buckets = list(buckets)
+        self._collectives = collectives
+        self._pool = pool
+        self._is_scattered = is_scattered
+        self._max_in_flight = MAX_IN_FLIGHT if overlap_comm else 0
+        self._on_complete = on_complete
+        self._on_finish = on_finish
+        self._in_flight: deque[tuple[GradientBucket, Handle]] = deque()
+        self._next = len(self.buckets) - 1
+        self._scope_depth = 0
+        self._is_running = False
+        self.synchronises = True
+        """Whether gradients are reduced; while False they collect in ``param.grad``."""
+        self.generation = 0
+        """Counts backwards; what was agreed about gradients holds within one generation."""
+        self._hooks = [
+            handle
+            for bucket in self.buckets
+            for slot, parameter in enumerate(bucket.parameters)
+            for handle in self._watch(bucket, slot, parameter)
+        ]
+
+    @contextmanager
+    def backward_scope(self) -> Iterator[None]:
+        """Everything that runs inside is one backward: reductions are finished when it ends."""
+        self._scope_depth += 1
+        try:
+            yield
+        finally:
+            self._scope_depth -= 1
+        if not self._scope_depth:
+            self.finish()
+
+    def finish(self) -> None:
+        """Send what has not left yet, wait for all reductions and show the result."""
+        self._is_running = False
+        self.generation += 1
+        self._on_finish()
+        if not self.synchronises:
+            return
+        while self._next >= 0:
+            self._launch(self.buckets[self._next])
+        while self._in_flight:
+            self._retire()
+        for bucket in self.buckets:
+            bucket.show_faces()
+        self._next = len(self.buckets) - 1
+        self._pool.clear()
+
+    def has_unreduced(self) -> bool:
+        """Whether this rank holds gradients that no reduction has taken."""
+        return any(bucket.has_unreduced() for bucket in self.buckets)
+
+    def reduce_unreduced(self) -> None:
+        """One more round for gradients that came late; to be called on all ranks together."""
+        synchronises, self.synchronises = self.synchronises, True
+        for bucket in reversed(self.buckets):
+            for slot, parameter in enumerate(bucket.parameters):
+                bucket.note_face(slot)
+                if parameter.grad is not None:
+                    self._collect(bucket, slot, parameter)
+        self.finish()
+        self.synchronises = synchronises
+
+    def abort(self, timeout: timedelta) -> None:
+        """Forget the backward under way after an error; no new transfer is started."""
+        while self._in_flight:
+            _, handle = self._in_flight.popleft()
+            try:
+                handle.wait(timeout)
+            except Exception:  # a peer that is gone; the error that brought us here is raised
+                continue
+        for bucket in self.buckets:
+            bucket.buffer = None
+            bucket.arrived.clear()
+            bucket.kept.clear()
+        self._next = len(self.buckets) - 1
+        self._is_running = False
+        self._scope_depth = 0
+        self._pool.clear()
+
+    def close(self) -> None:
+        """Stop watching the parameters."""
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks = []
+
+    def _watch(
+        self, bucket: GradientBucket, slot: int, parameter: nn.Parameter
+    ) -> Iterator[_compat.RemovableHandle]:
+        def before(grad: Tensor) -> None:
+            bucket.note_face(slot)
+
+        def after(parameter: nn.Parameter) -> None:
+            self._on_gradient(bucket, slot, parameter)
+
+        yield parameter.register_hook(before)
+        yield parameter.register_post_accumulate_grad_hook(after)
+
+    def _on_gradient(self, bucket: GradientBucket, slot: int, parameter: nn.Parameter) -> None:
+        if not self._is_running:
+            self._is_running = True
+            if not self._scope_depth:
+                _compat.queue_backward_callback(self.finish)
+        if not self.synchronises:
+            bucket.used.add(slot)
+            return
+        has_left = bucket.layout.index > self._next_index or slot in bucket.arrived
+        if has_left:  # see [Note: late gradients]
+            bucket.used.add(slot)
+            bucket.late.add(slot)
+            return
+        self._collect(bucket, slot, parameter)
+
+    @property
+    def _next_index(self) -> int:
+        return self.buckets[self._next].layout.index if self._next >= 0 else -1
+
+    def _collect(self, bucket: GradientBucket, slot: int, parameter: nn.Parameter) -> None:
+        grad = parameter.grad
+        if grad is None:
+            raise AssertionError(f"{bucket.layout.slots[slot].fqn} has no gradient to collect")
+        if bucket.buffer is None:
+            self._open(bucket)
+        bucket.put(slot, grad, 1.0 / self._collectives.world_size)
+        parameter.grad = None
+        if bucket.is_complete():
+            if len(bucket.arrived) == len(bucket.parameters):
+                self._on_complete(bucket.layout.index)
+            while self._next >= 0 and self.buckets[self._next].is_complete():
+                self._launch(self.buckets[self._next])
+
+    def _open(self, bucket: GradientBucket) -> None:
+        bucket.buffer = self._pool.take(bucket.layout.padded_numel, bucket.wire_dtype)
+
+    def _launch(self, bucket: GradientBucket) -> None:
+        """Start the reduction of the next bucket in order."""
+        if bucket.buffer is None:
+            self._open(bucket)
+        bucket.fill_rest()
+        accumulate = bucket.prepare_shard_grad()
+        buffer = bucket.buffer
+        if buffer is None:
+            raise AssertionError("a bucket was launched without a buffer")
+        self._next -= 1
+        while len(self._in_flight) >= max(self._max_in_flight, 1):
+            self._retire()
+        if self._is_scattered:
+            handle = self._collectives.reduce_scatter(
+                buffer, bucket.shard_grad, accumulate, key=bucket.layout.index
+            )
+        else:
+            handle = _WholeSum(
+                self._collectives.all_reduce(buffer), buffer, bucket.shard_grad, accumulate
+            )
+        self._in_flight.append((bucket, handle))
+        if not self._max_in_flight:
+            self._retire()
+
+    def _retire(self) -> None:
+        """Wait for the oldest reduction and recycle its buffer."""
+        bucket, handle = self._in_flight.popleft()
+        handle.wait()
+        if bucket.buffer is not None:
+            self._pool.give(bucket.buffer)
+            bucket.buffer = None
+
+
+class _WholeSum:
+    """Handle that moves an all-reduced buffer to where the gradient lives."""
+
+    def __init__(self, inner: Handle, summed: Tensor, out: Tensor, accumulate: bool) -> None:
+        self._inner, self._summed, self._out, self._accumulate = inner, summed, out, accumulate
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self._inner.wait(timeout)
+        if self._accumulate:
+            self._out.add_(self._summed)
+        else:
+            self._out.copy_(self._summed)

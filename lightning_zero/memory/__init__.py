@@ -1,0 +1,1 @@
+"""Bytes: buffers that are reused, and what is alive."""

@@ -1,0 +1,20 @@
+"""Bytes of model states that are alive on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from lightning_zero.plan.memory import ModelStateBytes
+
+__all__ = ["ModelStateBytes", "storage_nbytes"]
+
+
+def storage_nbytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the memory behind tensors, each storage counted once."""
+    found = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())

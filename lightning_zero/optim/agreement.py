@@ -1,0 +1,128 @@
+"""What all ranks have to know about the gradients before an optimizer step.
+
+One small sum over the ranks answers three questions: is there a gradient that was not reduced yet, which
+parameters did anybody use ("nobody" keeps the meaning of ``grad is None``: no weight decay, no momentum),
+and how large is the norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.comm.api import Collectives
+from lightning_zero.grads.reducer import GradientReducer
+from lightning_zero.optim.pieces import MasterPiece, PieceTable
+
+
+class GradientAgreement:
+    """Agreements about the gradients of the latest backward.
+
+    Args:
+        reducer: Reducer whose gradients are agreed about.
+        table: This rank's pieces.
+        collectives: Group of the agreement.
+        is_sharded: Ranks hold different pieces; else every rank holds them all.
+    """
+
+    def __init__(
+        self,
+        reducer: GradientReducer,
+        table: PieceTable,
+        collectives: Collectives,
+        is_sharded: bool,
+    ) -> None:
+        self._reducer = reducer
+        self._table = table
+        self._collectives = collectives
+        self._is_sharded = is_sharded
+        self._parameters = list(table.place)
+        self._generation = -1
+        self._used: frozenset[nn.Parameter] = frozenset()
+
+    def used(self) -> frozenset[nn.Parameter]:
+        """Parameters that some rank has a gradient for; to be called on all ranks together."""
+        if self._generation != self._reducer.generation:
+            self._agree()
+        return self._used
+
+    def total_norm(self, optimizer: Optimizer | None, norm_type: float = 2.0) -> float:
+        """Norm of the averaged gradients over all parameters and ranks, each parameter once.
+
+        Args:
+            optimizer: Count the parameters of this optimizer only; None for all.
+            norm_type: p of the p-norm, or inf.
+
+        Returns:
+            The norm before any later clipping; 0.0 if nobody has a gradient.
+        """
+        used = self.used()
+        pieces = self._table.pieces_of(optimizer) if optimizer else self._all_pieces()
+        counted = [piece for piece in pieces if piece.parameter in used]
+        if not self._is_sharded:  # torch's own sum, as with plain data parallelism
+            norm = torch.nn.utils.get_total_norm([piece.grad for piece in counted], norm_type)
+            return float(norm)
+        if math.isinf(norm_type):
+            return self._largest(counted)
+        powers = torch.zeros(1, dtype=torch.float64, device=self._device)
+        for piece in counted:
+            norm = torch.linalg.vector_norm(piece.grad, norm_type, dtype=torch.float64)
+            powers += norm.pow(norm_type)
+        if self._is_sharded:
+            self._collectives.agree(powers)
+        return float(powers.pow(1.0 / norm_type))
+
+    def forget(self) -> None:
+        """Nothing agreed holds any more."""
+        self._generation = -1
+
+    @property
+    def _device(self) -> torch.device:
+        return self._parameters[0].device if self._parameters else torch.device("cpu")
+
+    def _all_pieces(self) -> Iterable[MasterPiece]:
+        return (
+            piece for p in self._parameters if (piece := self._table.piece(p)) is not None
+        )
+
+    def _largest(self, pieces: list[MasterPiece]) -> float:
+        """Largest absolute value over ranks; a maximum by way of a sum of one entry per rank."""
+        ranks, rank = self._collectives.world_size, self._collectives.rank
+        found = torch.zeros(ranks, dtype=torch.float64, device=self._device)
+        for piece in pieces:
+            if piece.grad.numel():
+                found[rank] = torch.maximum(found[rank], piece.grad.abs().max().double())
+        self._collectives.agree(found)
+        return float(found.max())
+
+    def _agree(self) -> None:
+        flags = self._flags()
+        if flags[0]:
+            self._reducer.reduce_unreduced()
+            flags = self._flags()
+        places = self._table.place
+        used = []
+        for flag, parameter in zip(flags[1:], self._parameters, strict=True):
+            bucket, slot = places[parameter]
+            bucket.idle_steps[slot] = 0 if flag else bucket.idle_steps[slot] + 1
+            if flag:
+                used.append(parameter)
+        self._used = frozenset(used)
+        self._generation = self._reducer.generation
+        for master in self._table.masters:
+            master.drop_step_grad()
+
+    def _flags(self) -> list[float]:
+        """Summed over ranks: unreduced gradients anywhere, then one entry per parameter."""
+        places = self._table.place
+        local = [float(self._reducer.has_unreduced())]
+        for parameter in self._parameters:
+            bucket, slot = places[parameter]
+            local.append(float(slot in bucket.used and not bucket.is_cleared(slot)))
+        values = torch.tensor(local, dtype=torch.float64, device=self._device)
+        self._collectives.agree(values)
+        return list(values.tolist())

@@ -1,0 +1,117 @@
+"""Which optimizers may be stepped on slices of a parameter.
+
+An element-wise optimizer changes each element from that element's own gradient and state, so stepping
+slices gives the same numbers. Others (whole-tensor norms, matrix factors, closures called several
+times) do not, and are never stepped on slices without a word.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import defaultdict
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+ELEMENTWISE = frozenset(
+    "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
+)
+"""Optimizers of torch.optim that are element-wise."""
+
+WHOLE_TENSOR = frozenset(
+    """Adafactor AdaFactor CAME DistributedShampoo LAMB LARS Lamb Lars Muon NovoGrad SM3 SOAP Shampoo
+    """.split()
+)
+"""Optimizers, by class name, that need whole matrices or norms of whole tensors."""
+
+UNSUPPORTED = {
+    "LBFGS": "it evaluates its closure several times per step, and gradients are averaged over the"
+    " ranks once per step",
+    "SparseAdam": "it takes sparse gradients only, and gradients travel in dense buckets",
+}
+
+
+def check_optimizer(optimizer: Optimizer, shard_by: str) -> None:
+    """Refuse an optimizer that would train something else than it does on one device.
+
+    Args:
+        optimizer: The user's optimizer, not stepped yet.
+        shard_by: ``"element"``, ``"tensor"``, or ``"none"`` if every rank steps whole parameters.
+
+    Raises:
+        ValueError: The optimizer cannot be used, or not with this sharding.
+    """
+    name = type(optimizer).__name__
+    if name in UNSUPPORTED:
+        raise ValueError(
+            f"ZeroStrategy cannot train with {name}: {UNSUPPORTED[name]}."
+            " Use another optimizer, or Lightning's `strategy='ddp'`."
+        )
+    if _requires_closure(optimizer):
+        raise ValueError(
+            f"ZeroStrategy cannot train with {name}: its `step` requires a closure, but the closure"
+            " runs before the step. Give `closure` the default None in `step`."
+        )
+    if shard_by == "element" and not is_elementwise(optimizer):
+        raise ValueError(
+            f"{name} needs whole parameters (norms or matrices), but shard_by='element' gives it"
+            " slices of them. Use ZeroStrategy(..., shard_by='tensor'), which places every parameter"
+            " whole on one rank."
+        )
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether stepping slices of a parameter equals stepping the whole parameter.
+
+    Known classes are looked up; any other is tried on a small matrix, whole against sliced.
+    """
+    kind = type(optimizer)
+    if kind.__name__ in WHOLE_TENSOR:
+        return False
+    if kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE:
+        return True
+    if any(base.__name__ in WHOLE_TENSOR for base in kind.__mro__):
+        return False
+    try:
+        return _steps_slices_alike(optimizer)
+    except Exception:  # it cannot even step a slice
+        return False
+
+
+def _requires_closure(optimizer: Optimizer) -> bool:
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())
+    closure = next((p for p in parameters if p.name == "closure"), None)
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _steps_slices_alike(optimizer: Optimizer) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(4, 6, generator=generator)
+    grads = [torch.randn(4, 6, generator=generator) for _ in range(3)]
+    for options in optimizer.param_groups:
+        whole = nn.Parameter(weight.clone())
+        slices = [nn.Parameter(part.clone()) for part in weight.flatten().split([7, 17])]
+        on_whole, on_slices = _twin(optimizer, options, [whole]), _twin(optimizer, options, slices)
+        for grad in grads:
+            whole.grad = grad.clone()
+            for part, part_grad in zip(slices, grad.flatten().split([7, 17]), strict=True):
+                part.grad = part_grad.clone()
+            on_whole.step()
+            on_slices.step()
+        joined = torch.cat([part.detach() for part in slices])
+        if not torch.allclose(whole.detach().flatten(), joined, rtol=1e-6, atol=1e-7):
+            return False
+    return True
+
+
+def _twin(
+    optimizer: Optimizer, options: dict[str, object], parameters: list[nn.Parameter]
+) -> Optimizer:
+    """An optimizer with the same settings over other parameters, none of its state shared."""
+    twin = copy.copy(optimizer)
+    group = {key: copy.deepcopy(value) for key, value in options.items() if key != "params"}
+    twin.param_groups = [{**group, "params": parameters}]
+    twin.state = defaultdict(dict)
+    return twin

@@ -1,0 +1,200 @@
+"""One bucket of parameters: flat storage, state, and what users see while it is away.
+
+[Note: true shapes always]
+While the full tensor of a bucket is not there, or not whole, ``param.data`` is one NaN expanded to the
+true shape: shapes and counts are right at any time, and a read that slipped past the engine gives NaN,
+never a plausible number. Every parameter has a NaN of its own, so that an alias of it (``detach()`` in a
+state dict) still tells which parameter it stands for.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.comm.api import Collectives, Handle
+from lightning_zero.plan.layout import BucketLayout, Piece
+
+
+class ParamStatus(enum.Enum):
+    """State of a bucket, and so of its parameters."""
+
+    NOT_AVAILABLE = "not available"
+    """Only the shard is in memory; parameters read as NaN."""
+
+    INFLIGHT = "in flight"
+    """The full tensor is being filled by an all-gather; parameters read as NaN."""
+
+    AVAILABLE = "available"
+    """The full tensor is whole, and parameters are views of it."""
+
+
+LEGAL_TRANSITIONS = {
+    ParamStatus.NOT_AVAILABLE: {ParamStatus.INFLIGHT},
+    ParamStatus.INFLIGHT: {ParamStatus.AVAILABLE},
+    ParamStatus.AVAILABLE: {ParamStatus.NOT_AVAILABLE, ParamStatus.INFLIGHT},
+}
+
+
+class ParameterBucket:
+    """Parameters of one bucket in one flat tensor, whole or as this rank's shard.
+
+    A *resident* bucket (stages 0 to 2) keeps its flat tensor; the shard is a view of it. The flat
+    storage of any other bucket exists only while the bucket is in use. Its storage object stays the
+    same, so that a view taken before a reshard is valid again after the next unshard.
+
+    Args:
+        layout: Plan of the bucket.
+        parameters: The parameters of ``layout.slots``, dense, all of one dtype and device, with
+            their initial values. They become views of the bucket.
+        collectives: Group over which the bucket is sharded.
+        is_resident: Keep the full tensor between uses.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        parameters: Sequence[nn.Parameter],
+        collectives: Collectives,
+        is_resident: bool,
+    ) -> None:
+        first = parameters[0]
+        self.layout = layout
+        self.parameters = list(parameters)
+        self.is_resident = is_resident
+        self._collectives = collectives
+        self._handle: Handle | None = None
+        self.status = ParamStatus.AVAILABLE
+        with torch.no_grad():
+            self.flat = torch.zeros(layout.padded_numel, dtype=first.dtype, device=first.device)
+            self._views = [
+                self.flat.as_strided(slot.shape, slot.stride, slot.offset) for slot in layout.slots
+            ]
+            for view, parameter in zip(self._views, self.parameters, strict=True):
+                view.copy_(parameter.detach())
+            self._placeholders = [_nan_like(parameter) for parameter in self.parameters]
+            self._own = slice(*layout.shard_range(collectives.rank % layout.world_size))
+            self.shard = self.flat[self._own] if is_resident else self.flat[self._own].clone()
+        self._flat_nbytes = self.flat.untyped_storage().nbytes()
+        self._show(self._views)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the parameters."""
+        return self.flat.dtype
+
+    @property
+    def rank(self) -> int:
+        """Index of this rank's shard."""
+        return self._own.start // self.layout.shard_numel
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """Pieces of this rank."""
+        return self.layout.pieces(self.rank)
+
+    def placeholder_pointers(self) -> list[int]:
+        """Addresses of the NaNs that stand for the parameters, in order of the slots."""
+        return [placeholder.data_ptr() for placeholder in self._placeholders]
+
+    def storage_key(self) -> int:
+        """Identity of the flat storage, the same over reshards."""
+        return self.flat.untyped_storage()._cdata
+
+    def begin_unshard(self, key: int) -> None:
+        """Start to make the full tensor from the shards of all ranks.
+
+        Args:
+            key: Key of the transfer, the same on all ranks.
+
+        Raises:
+            RuntimeError: The bucket is already in flight.
+        """
+        self._move_to(ParamStatus.INFLIGHT)
+        self._show(self._placeholders)
+        if not self.is_resident:
+            self.flat.untyped_storage().resize_(self._flat_nbytes)
+            with torch.no_grad():
+                self.flat[self._own].copy_(self.shard)
+        self._handle = self._collectives.all_gather(self.flat, self.shard, key)
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Finish an unshard in flight; nothing to do if the bucket is available.
+
+        Raises:
+            RuntimeError: The bucket is neither in flight nor available.
+        """
+        if self.status is ParamStatus.AVAILABLE:
+            return
+        if self._handle is None:
+            raise RuntimeError(f"{self}: wait() while {self.status.value}")
+        handle, self._handle = self._handle, None
+        handle.wait(timeout)
+        self._move_to(ParamStatus.AVAILABLE)
+        self._show(self._views)
+
+    def reshard(self) -> None:
+        """Give the full tensor back and keep the shard.
+
+        Raises:
+            RuntimeError: The bucket is not available.
+        """
+        self._move_to(ParamStatus.NOT_AVAILABLE)
+        self._show(self._placeholders)
+        self.flat.untyped_storage().resize_(0)
+
+    def store_shard(self, shard: Tensor) -> None:
+        """Overwrite this rank's shard, after an update that stepped another tensor.
+
+        Args:
+            shard: 1-D [S], any floating dtype.
+        """
+        self.shard.copy_(shard)
+
+    def keep_written_values(self) -> None:
+        """Take this rank's part of the full tensor as the new shard."""
+        if not self.is_resident:
+            self.shard.copy_(self.flat[self._own])
+
+    def restore_parameters(self) -> None:
+        """Give every parameter storage of its own with its full value; the bucket is dead after.
+
+        Raises:
+            RuntimeError: The bucket is not available.
+        """
+        if self.status is not ParamStatus.AVAILABLE:
+            raise RuntimeError(f"{self}: restore_parameters() while {self.status.value}")
+        for view, parameter in zip(self._views, self.parameters, strict=True):
+            parameter.data = view.clone(memory_format=torch.preserve_format)
+        self._views = []
+        self.flat = self.shard = torch.empty(0)
+
+    def _show(self, tensors: list[Tensor]) -> None:
+        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+            parameter.data = tensor
+
+    def _move_to(self, status: ParamStatus) -> None:
+        if status not in LEGAL_TRANSITIONS[self.status]:
+            raise RuntimeError(f"{self}: cannot go from {self.status.value} to {status.value}")
+        self.status = status
+
+    def __str__(self) -> str:
+        names = [slot.fqn for slot in self.layout.slots]
+        shown = names if len(names) <= 2 else [names[0], "...", names[-1]]
+        return f"bucket {self.layout.index} ({', '.join(shown)})"
+
+
+def _nan_like(parameter: nn.Parameter) -> Tensor:
+    """One NaN with the shape of a parameter; integer parameters get their smallest value."""
+    if parameter.dtype.is_floating_point:
+        value = float("nan")
+        return torch.full((), value, dtype=parameter.dtype, device=parameter.device).expand(
+            parameter.shape
+        )
+    lowest = torch.iinfo(parameter.dtype).min
+    return torch.full((), lowest, dtype=parameter.dtype, device=parameter.device).expand(
+        parameter.shape
+    )

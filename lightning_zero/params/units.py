@@ -1,0 +1,69 @@
+"""Cutting a module into units: the subtrees whose parameters travel together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A module that is unsharded before its forward and resharded after it."""
+
+    name: str
+    """Fully qualified name of the module, empty for the root."""
+
+    module: nn.Module
+    """The module."""
+
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+    """Name and parameter of those that no earlier unit holds."""
+
+    uses: tuple[nn.Parameter, ...]
+    """All parameters that its forward may read, tied ones of earlier units included."""
+
+
+def module_units(root: nn.Module, bucket_numel: int) -> list[Unit]:
+    """Cut a module into the largest subtrees that fit into one bucket.
+
+    A repeated block that fits is one unit, so its inner modules need no hooks of their own. A module
+    that does not fit, has no forward of its own (``ModuleList``) or is the root, is cut further;
+    the parameters that such a module itself owns are a unit, too. Tied parameters belong to the
+    unit that comes first.
+
+    Args:
+        root: The whole model; never one unit, since Lightning does not call its forward.
+        bucket_numel: Capacity of a bucket in elements.
+    """
+    seen: set[nn.Parameter] = set()
+    found = []
+    for name, module, is_whole in _subtrees("", root, root, bucket_numel):
+        listed = list(module.named_parameters(prefix=name, recurse=is_whole))
+        fresh = tuple((fqn, parameter) for fqn, parameter in listed if parameter not in seen)
+        seen.update(parameter for _, parameter in fresh)
+        if listed:
+            found.append(Unit(name, module, fresh, tuple(parameter for _, parameter in listed)))
+    return found
+
+
+def _subtrees(
+    name: str, module: nn.Module, root: nn.Module, bucket_numel: int
+) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Name, module, and whether its children are in it."""
+    if module is not root and _has_forward(module) and _numel(module) <= bucket_numel:
+        yield name, module, True
+        return
+    yield name, module, False
+    for child_name, child in module.named_children():
+        child_fqn = f"{name}.{child_name}" if name else child_name
+        yield from _subtrees(child_fqn, child, root, bucket_numel)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,1 @@
+"""Pure planning on integers: no process group, no stream, no tensor."""

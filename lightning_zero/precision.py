@@ -1,0 +1,175 @@
+"""Lightning's precision plugins with gradients that are partitioned.
+
+What differs from Lightning's own: the closure runs before the step (gradients are averaged when it
+ends), clipping uses the norm over all ranks, and all ranks agree on an overflow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero import _compat
+from lightning_zero.engine import ZeroEngine
+
+
+class ZeroPrecision(Precision):
+    """Precision plugin that lets an engine do backward, clipping and step."""
+
+    engine: ZeroEngine | None = None
+    """Set by the strategy while a fit is set up."""
+
+    @override
+    def backward(
+        self,
+        tensor: Tensor,
+        model: pl.LightningModule,
+        optimizer: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        if self.engine is None:  # a backward in evaluation trains nothing
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+            return
+        with self.engine.backward_scope():
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Any,
+        model: pl.LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        engine = self._ready_engine()
+        result = self._wrap_closure(model, optimizer, closure)
+        engine.step(optimizer, lambda: optimizer.step(**kwargs))
+        return result
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: Any = "norm",
+    ) -> None:
+        # Not MixedPrecision's: a fused optimizer can be clipped, since unscaling happens before.
+        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        self._ready_engine().clip_grad_norm_(optimizer, float(clip_val))
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        self._ready_engine().clip_grad_value_(optimizer, float(clip_val))
+
+    def _ready_engine(self) -> ZeroEngine:
+        if self.engine is None:
+            raise RuntimeError(
+                "an optimizer step or clipping was asked for outside of `trainer.fit`: ZeroStrategy has"
+                " no optimizer there"
+            )
+        return self.engine
+
+
+class ZeroHalfPrecision(ZeroPrecision, HalfPrecision):
+    """``16-true`` and ``bf16-true``; master weights are kept by the engine."""
+
+
+class ZeroDoublePrecision(ZeroPrecision, DoublePrecision):
+    """``64-true``."""
+
+
+class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
+    """``16-mixed`` and ``bf16-mixed``; with a loss scaler, all ranks skip the same steps."""
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Any,
+        model: pl.LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        scaler = self.scaler
+        if scaler is None:
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        engine = self._ready_engine()
+        result = closure()
+        if result is None and model.automatic_optimization:  # training_step skipped the batch
+            self._after_closure(model, optimizer)
+            return result
+        self._unscale(engine, scaler, optimizer)
+        self._after_closure(model, optimizer)
+        engine.step(optimizer, lambda: scaler.step(optimizer, **kwargs))
+        scaler.update()
+        return result
+
+    def _unscale(
+        self, engine: ZeroEngine, scaler: torch.amp.GradScaler, optimizer: Optimizer
+    ) -> None:
+        """Unscale this rank's pieces; an overflow on one rank is one on all."""
+        with engine.pieces(optimizer):
+            scaler.unscale_(optimizer)
+        found = _compat.scaler_found_inf(scaler, optimizer)
+        device = engine.device
+        mark = found.setdefault(device, torch.zeros(1, dtype=torch.float32, device=device))
+        overflows = mark.double().reshape(1).clone()
+        engine.groups.gradients.agree(overflows)
+        mark.copy_((overflows > 0).float().reshape(mark.shape))
+
+    # Checkpoints name a plugin's state by its class; ours is Lightning's state.
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        state = checkpoint.pop(type(self).__qualname__, None)
+        if state is not None:
+            checkpoint[MixedPrecision.__qualname__] = state
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        state = checkpoint.get(MixedPrecision.__qualname__)
+        if state is not None and type(self).__qualname__ not in checkpoint:
+            self.load_state_dict(state)
+
+
+def zero_precision(plugin: Precision) -> ZeroPrecision:
+    """Our counterpart of one of Lightning's precision plugins, with the same settings.
+
+    Raises:
+        ValueError: There is none for this class.
+    """
+    if isinstance(plugin, ZeroPrecision):
+        return plugin
+    counterparts: dict[type[Precision], type[ZeroPrecision]] = {
+        Precision: ZeroPrecision,
+        MixedPrecision: ZeroMixedPrecision,
+        HalfPrecision: ZeroHalfPrecision,
+        DoublePrecision: ZeroDoublePrecision,
+    }
+    ours = counterparts.get(type(plugin))
+    if ours is None:
+        raise ValueError(
+            f"ZeroStrategy does not support the precision plugin {type(plugin).__name__}. Supported:"
+            " precision='32-true', '64-true', '16-true', 'bf16-true', '16-mixed', 'bf16-mixed', and"
+            " subclasses of lightning_zero.precision.ZeroPrecision."
+        )
+    twin = ours.__new__(ours)
+    twin.__dict__.update(plugin.__dict__)
+    return twin

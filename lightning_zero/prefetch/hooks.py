@@ -1,0 +1,192 @@
+"""Ties a module to the coordinator: unit hooks, watched parameter reads, and saved tensors.
+
+[Note: saved tensors]
+Autograd keeps views of weights for backward. While the engine runs a forward, each saved view of a
+bucket is replaced by its place in the bucket, and backward, when it asks for the view, gathers the bucket
+first. This holds for any container a module returns its outputs in, and for outputs it stores elsewhere.
+Hooks switch off autograd's own check for tensors that were changed in place after they were saved, so
+the check is made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero._compat import RemovableHandle
+from lightning_zero.params import parameter_dict
+from lightning_zero.params.bucket import ParameterBucket
+from lightning_zero.params.units import Unit
+from lightning_zero.prefetch.coordinator import ParameterCoordinator
+
+
+class ModuleHooks:
+    """All that is installed on a module; ``remove`` takes it off again.
+
+    Args:
+        root: The whole model.
+        units: Units of the model.
+        coordinator: Told of every use.
+        step_scope: Makes the scope in which the root's forward runs.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Sequence[Unit],
+        coordinator: ParameterCoordinator,
+        step_scope: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._root = root
+        self._coordinator = coordinator
+        self._handles: list[RemovableHandle] = []
+        for module in root.modules():
+            parameter_dict.install(module, coordinator.on_access, self._on_listing)
+        for unit in units:
+            if unit.module is not root:
+                self._watch_unit(unit)
+        self._watch_root(step_scope)
+
+    def remove(self) -> None:
+        """Take everything off the module."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for module in self._root.modules():
+            parameter_dict.uninstall(module)
+
+    def _on_listing(self, listed: parameter_dict.ZeroParameterDict) -> None:
+        for parameter in listed.plain().values():
+            if parameter is None:
+                continue
+            bucket = self._coordinator.bucket_of(parameter)
+            if bucket is not None and (bucket.is_resident or self._coordinator.is_in_step()):
+                self._coordinator.on_access(parameter)
+
+    def _watch_unit(self, unit: Unit) -> None:
+        buckets = _buckets_of(unit, self._coordinator)
+        if buckets:
+            self._register(
+                unit.module,
+                lambda: self._coordinator.before(buckets),
+                lambda: self._coordinator.after(buckets),
+            )
+
+    def _watch_root(self, step_scope: Callable[[], AbstractContextManager[None]]) -> None:
+        """In a bare loop the root's forward is the step; Lightning opens the scope itself."""
+        stack: list[AbstractContextManager[None]] = []
+
+        def begin() -> None:
+            scope = step_scope()
+            scope.__enter__()
+            stack.append(scope)
+
+        def end() -> None:
+            if stack:
+                stack.pop().__exit__(None, None, None)
+
+        self._register(self._root, begin, end)
+
+    def _register(
+        self, module: nn.Module, before: Callable[[], None], after: Callable[[], None]
+    ) -> None:
+        self._handles += [
+            module.register_forward_pre_hook(_Hook(before), prepend=True),
+            module.register_forward_hook(_Hook(after), always_call=True),
+        ]
+
+
+class _Hook:
+    """A forward hook that a deep copy or a pickle of the module loses."""
+
+    def __init__(self, run: Callable[[], None] | None) -> None:
+        self._run = run
+
+    def __call__(self, *_: Any) -> None:
+        if self._run is not None:
+            self._run()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Hook, (None,))
+
+
+class _SavedView(NamedTuple):
+    """Where a saved weight lies, instead of the weight."""
+
+    bucket: ParameterBucket
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _SavedTensor(NamedTuple):
+    """Any other saved tensor, and its version when it was saved."""
+
+    tensor: Tensor
+    version: int
+
+
+def forward_scope(coordinator: ParameterCoordinator) -> AbstractContextManager[None]:
+    """Scope of one forward: weights saved in it are gathered again in backward."""
+    by_storage = {
+        bucket.storage_key(): bucket
+        for bucket in coordinator.buckets.values()
+        if not bucket.is_resident
+    }
+    stack = ExitStack()
+    stack.enter_context(coordinator.forward_scope())
+    if by_storage:
+        stack.enter_context(_saved_tensors_scope(by_storage, coordinator))
+    return stack
+
+
+def _saved_tensors_scope(
+    by_storage: dict[int, ParameterBucket], coordinator: ParameterCoordinator
+) -> AbstractContextManager[None]:
+    def pack(tensor: Tensor) -> _SavedView | _SavedTensor:
+        bucket = by_storage.get(_storage_key(tensor))
+        if bucket is not None:
+            return _SavedView(bucket, tensor.shape, tensor.stride(), tensor.storage_offset())
+        # An output that was saved by its own node would keep that node alive for ever.
+        kept = tensor.detach() if tensor.grad_fn is not None else tensor
+        return _SavedTensor(kept, tensor._version)
+
+    def unpack(saved: _SavedView | _SavedTensor) -> Tensor:
+        if isinstance(saved, _SavedView):
+            coordinator.need(saved.bucket)
+            return saved.bucket.flat.as_strided(saved.shape, saved.stride, saved.offset)
+        if saved.tensor._version != saved.version:
+            raise RuntimeError(
+                "a tensor that backward needs was modified by an in-place operation: it has shape"
+                f" {tuple(saved.tensor.shape)}, is at version {saved.tensor._version}, but version"
+                f" {saved.version} was saved"
+            )
+        return saved.tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _storage_key(tensor: Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        return 0
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # a wrapper without storage of its own
+        return 0
+
+
+def _buckets_of(unit: Unit, coordinator: ParameterCoordinator) -> list[ParameterBucket]:
+    """Buckets of a unit, each once, in order."""
+    found: dict[int, ParameterBucket] = {}
+    for parameter in unit.uses:
+        bucket = coordinator.bucket_of(parameter)
+        if bucket is not None:
+            found[bucket.layout.index] = bucket
+    return list(found.values())

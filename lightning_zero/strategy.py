@@ -1,0 +1,362 @@
+"""``Trainer(strategy=ZeroStrategy(stage=3))``: Lightning's side of the engine, one call per hook."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero import _compat
+from lightning_zero.checkpoint import consolidated
+from lightning_zero.comm import ShardGroups
+from lightning_zero.config import ZeroOptions
+from lightning_zero.engine import ZeroEngine, broadcast_module
+from lightning_zero.memory.measure import ModelStateBytes
+from lightning_zero.plan.layout import ShardBy
+from lightning_zero.precision import ZeroPrecision, zero_precision
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class ZeroStrategy(DDPStrategy):
+    """Data parallelism with model states partitioned over the ranks (ZeRO).
+
+    Behaves like ``DDPStrategy``: any LightningModule, optimizer, scheduler and callback, and ordinary
+    checkpoints that every strategy, stage and number of ranks reads.
+
+    Args:
+        stage: 0 shards nothing (plain data parallelism), 1 shards optimizer state, 2 also gradients, 3
+            also parameters.
+        overlap_comm: Let transfers travel while the model computes.
+        bucket_numel: Capacity of a bucket in elements: what travels in one transfer, and the unit of
+            buffers. None for about a twelfth of the model, at most 6 Mi elements.
+        master_weights: Step an fp32 copy of parameters of lower precision (``bf16-true``). None for
+            yes where there are such parameters.
+        reduce_dtype: Dtype in which gradients travel and are summed, for example ``"float32"``. None
+            for the dtype of the parameters.
+        shard_by: ``"element"`` cuts parameters anywhere; ``"tensor"`` keeps each parameter whole on one
+            rank, for optimizers that need whole matrices or norms (Muon, Adafactor, LAMB).
+        timeout: Longest wait for another rank, as a timedelta or in seconds.
+        start_method: How ranks are started: ``"popen"``, ``"spawn"``, ``"fork"``, ``"forkserver"``.
+        process_group_backend: As for ``DDPStrategy``.
+        accelerator: As for ``DDPStrategy``.
+        parallel_devices: As for ``DDPStrategy``.
+        cluster_environment: As for ``DDPStrategy``.
+        checkpoint_io: As for ``DDPStrategy``.
+        precision_plugin: As for ``DDPStrategy``.
+
+    Raises:
+        ValueError: An option is out of range, or has no effect at this stage.
+
+    Source:
+        ZeRO (arXiv:1910.02054).
+    """
+
+    strategy_name = "zero"
+
+    def __init__(
+        self,
+        stage: int = 3,
+        *,
+        overlap_comm: bool = True,
+        bucket_numel: int | None = None,
+        master_weights: bool | None = None,
+        reduce_dtype: torch.dtype | str | None = None,
+        shard_by: ShardBy = "element",
+        timeout: timedelta | float | None = DEFAULT_TIMEOUT,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        process_group_backend: str | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        self.options = ZeroOptions(
+            stage=stage,
+            overlap_comm=overlap_comm,
+            bucket_numel=bucket_numel,
+            master_weights=master_weights,
+            reduce_dtype=reduce_dtype,
+            shard_by=shard_by,
+        )
+        self._engine: ZeroEngine | None = None
+        self._optimizer_engine: ZeroEngine | None = None
+        self._groups: ShardGroups | None = None
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=_timedelta(timeout),
+            start_method=_start_method(start_method),
+        )
+
+    # Attaching to a Trainer.
+
+    @property
+    def engine(self) -> ZeroEngine | None:
+        """The engine of the fit or evaluation under way; None outside, and where none is needed."""
+        return self._engine
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else zero_precision(plugin)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        for stage in (1, 2, 3):
+            strategy_registry.register(
+                f"zero_stage_{stage}",
+                cls,
+                description=f"ZeRO stage {stage}, see lightning_zero.ZeroStrategy",
+                override=True,
+                stage=stage,
+            )
+
+    @override
+    def setup_environment(self) -> None:
+        self._check_started_ranks()
+        super().setup_environment()
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self._check_owner(trainer)
+        accelerator, module = self.accelerator, self.lightning_module
+        if accelerator is None or module is None:
+            raise RuntimeError("ZeroStrategy.setup() was called before a Trainer and a model were set")
+        accelerator.setup(trainer)
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        self.model = module
+        if is_fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if self._groups is None:
+            self._groups = ShardGroups.create(self._timeout)
+        broadcast_module(self.model, self._groups)
+        if is_fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if is_fitting:
+            self._begin_training()
+        elif self.options.stage == 3:
+            self._engine = ZeroEngine(self.model, [], self.options, self._groups)
+
+    def _begin_training(self) -> None:
+        if self.model is None or self._groups is None:
+            raise AssertionError("training begins after setup")
+        optimizers = [_plain(optimizer) for optimizer in self.optimizers]
+        engine = ZeroEngine(self.model, _real(optimizers), self.options, self._groups)
+        self._engine = self._optimizer_engine = engine
+        if isinstance(self._precision_plugin, ZeroPrecision):
+            self._precision_plugin.engine = engine
+        if self.options.master_weights and not any(m.has_copy for m in engine.table.masters):
+            rank_zero_warn(
+                "ZeroStrategy(master_weights=True) has no effect: all trained parameters are fp32"
+                " already, so the optimizer steps them directly."
+            )
+
+    @override
+    def teardown(self) -> None:
+        engine, self._engine = self._engine, None
+        module = self.lightning_module
+        if engine is not None:
+            trainer = None if module is None else module._trainer
+            if trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED:
+                engine.abandon()  # other ranks may be gone: nothing may wait for them
+            else:
+                engine.close()
+        if isinstance(self._precision_plugin, ZeroPrecision):
+            self._precision_plugin.engine = None
+        super().teardown()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._engine is not None:
+            self._engine.abort_step()
+
+    # One step.
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step_scope():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step_scope():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step_scope():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step_scope():
+            return super().predict_step(*args, **kwargs)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        with self._engine.no_sync() if self._engine is not None else nullcontext():
+            yield
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        return super().optimizer_step(_plain(optimizer), closure, model, **kwargs)
+
+    def grad_norm(self, norm_type: float = 2.0) -> float:
+        """Norm of the averaged gradients over all parameters and ranks, before any later clipping.
+
+        To be called on all ranks, between backward and step (``on_before_optimizer_step``).
+        """
+        return self._running_engine("grad_norm").grad_norm(norm_type=norm_type)
+
+    @contextmanager
+    def full_params(self, module: nn.Module | None = None, writeback: bool = False) -> Iterator[None]:
+        """While inside, all parameters have their full values; to be entered and left on all ranks.
+
+        Args:
+            module: Not used yet to narrow the choice: all parameters of the model are made whole.
+            writeback: Keep what was written to parameters; all ranks must write the same values.
+        """
+        scope: AbstractContextManager[None] = nullcontext()
+        if self._engine is not None:
+            scope = self._engine.full_params(writeback)
+        with scope:
+            yield
+
+    def measure_model_states(self) -> ModelStateBytes:
+        """Bytes of parameters, gradients and optimizer state alive on this rank now."""
+        return self._running_engine("measure_model_states").measure()
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that this rank has sent for gradients and parameters since the groups were made."""
+        return 0 if self._groups is None else self._groups.sent_nbytes
+
+    # Checkpoints.
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        module = self.lightning_module
+        if module is None:
+            raise RuntimeError("there is no model to take a state dict of")
+        if self._engine is None:
+            return module.state_dict()
+        return consolidated.module_state_dict(self._engine, module)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        with self.full_params(writeback=True):
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        engine = self._optimizer_engine
+        if engine is None:
+            return super().optimizer_state(optimizer)
+        return consolidated.optimizer_state_dict(engine, _plain(optimizer))
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        engine = self._running_engine("load_optimizer_state_dict")
+        for optimizer, state in zip(
+            self.optimizers, checkpoint["optimizer_states"], strict=False
+        ):
+            consolidated.load_optimizer_state_dict(engine, _plain(optimizer), state)
+
+    # Checks.
+
+    def _running_engine(self, what: str) -> ZeroEngine:
+        if self._engine is None:
+            raise RuntimeError(
+                f"ZeroStrategy.{what}() needs a fit that is running: call it from a hook of the"
+                " LightningModule or of a callback"
+            )
+        return self._engine
+
+    def _step_scope(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._engine is None else self._engine.step_scope()
+
+    def _check_owner(self, trainer: pl.Trainer) -> None:
+        if self._engine is not None or _compat.trainer_accelerator(trainer) is not self.accelerator:
+            raise RuntimeError(
+                "this ZeroStrategy is used by two Trainers at once: it holds the partitioned states of"
+                " one. Give each Trainer a ZeroStrategy object of its own."
+            )
+
+    def _check_started_ranks(self) -> None:
+        """A launcher that started fewer or more ranks than the Trainer expects would be waited for."""
+        environment = self.cluster_environment
+        started = os.environ.get("WORLD_SIZE")
+        if environment is None or not environment.creates_processes_externally or not started:
+            return
+        wanted = self.num_nodes * self.num_processes
+        if int(started) != wanted:
+            raise ValueError(
+                f"the Trainer expects {wanted} rank(s) (devices={self.num_processes} x"
+                f" num_nodes={self.num_nodes}), but {started} were started (WORLD_SIZE={started})."
+                " Make the two numbers equal."
+            )
+
+
+def _plain(optimizer: Any) -> Optimizer:
+    """The user's optimizer behind Lightning's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer) if _compat.is_wrapped(optimizer) else optimizer
+
+
+def _real(optimizers: list[Optimizer]) -> list[Optimizer]:
+    """Without the stand-in for `configure_optimizers` that returned None."""
+    return [optimizer for optimizer in optimizers if not _compat.is_mock_optimizer(optimizer)]
+
+
+def _timedelta(value: timedelta | float | None) -> timedelta | None:
+    if value is None or isinstance(value, timedelta):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        raise ValueError(f"timeout must be a timedelta or a positive number of seconds, got {value!r}")
+    return timedelta(seconds=value)
+
+
+def _start_method(value: str) -> Literal["popen", "spawn", "fork", "forkserver"]:
+    for method in ("popen", "spawn", "fork", "forkserver"):
+        if value == method:
+            return method
+    raise ValueError(
+        f"start_method must be 'popen', 'spawn', 'fork' or 'forkserver', got {value!r}"
+    )
+
+
+__all__ = ["ZeroStrategy"]
