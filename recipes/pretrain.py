@@ -103,7 +103,7 @@ def train(cfg: DictConfig) -> None:
         callbacks=[
             Report(folder, list(HydraConfig.get().overrides.task), cfg.sample_bytes),
             TQDMProgressBar(refresh_rate=5),
-            ModelCheckpoint(dirpath=folder / "checkpoints"),
+            ModelCheckpoint(folder / "checkpoints", every_n_train_steps=cfg.save_every),
         ],
         logger=False,
         default_root_dir=folder,
