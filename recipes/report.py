@@ -143,7 +143,7 @@ class Report(L.Callback):
         curve = pl_module.validation_curve
         record = Record(
             overrides=self._overrides,
-            stage=strategy.stage,
+            stage=strategy.options.stage,
             world_size=trainer.world_size,
             loss=float(trainer.callback_metrics["loss"]),
             bits_per_byte=curve[-1][1] if curve else math.nan,
@@ -199,5 +199,5 @@ def memory_table(
     rows.append(("total", sum(measured.values()), sum(formula.values())))
     for kind, have, want in rows:
         ratio = f"{have / want:.3f}" if want else "-"
-        table.add_row(kind, f"{have / MIB:.1f}", f"{want / MIB:.1f}", ratio)
+        table.add_row(kind, f"{have / MIB:.2f}", f"{want / MIB:.2f}", ratio)
     return table

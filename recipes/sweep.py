@@ -74,8 +74,8 @@ def print_comparison() -> None:
             f"{record.loss:.4f}",
             f"{record.bits_per_byte:.3f}",
             f"{record.step_s * 1e3:.0f}",
-            f"{record.rank_nbytes / MIB:.1f}",
-            f"{record.sent_nbytes_per_step / MIB:.1f}",
+            f"{record.rank_nbytes / MIB:.2f}",
+            f"{record.sent_nbytes_per_step / MIB:.2f}",
         )
     console = Console()
     console.print()

@@ -105,7 +105,7 @@ def test_installed_package_composes_the_shipped_configuration(clean_python, tmp_
         "with initialize_config_module('lightning_zero.conf', version_base='1.3'):\n"
         "    cfg = compose('config', overrides=['overlap=off', 'model=tiny'])\n"
         "strategy = hydra.utils.instantiate(cfg.strategy)\n"
-        "print(type(strategy).__name__, strategy.stage)"
+        "print(type(strategy).__name__, strategy.options.stage)"
     )
     assert "ZeroStrategy 3" in run_clean(clean_python, "-c", code, cwd=tmp_path)
 
@@ -119,7 +119,7 @@ def test_shipped_configuration_extends_a_project_of_the_user(clean_python, tmp_p
     (tmp_path / "app.py").write_text(
         "import hydra\n"
         "@hydra.main(version_base='1.3', config_path='.', config_name='config')\n"
-        "def main(cfg):\n    print(hydra.utils.instantiate(cfg.strategy).stage)\n"
+        "def main(cfg):\n    print(hydra.utils.instantiate(cfg.strategy).options.stage)\n"
         "main()\n"
     )
     assert run_clean(clean_python, "app.py", cwd=tmp_path).split()[-1] == "2"
