@@ -1,7 +1,7 @@
 """ZeRO for PyTorch Lightning: partitioned optimizer state, gradients and parameters.
 
-Importing the package registers the names ``zero_stage_1``, ``zero_stage_2`` and ``zero_stage_3``, so that
-``Trainer(strategy="zero_stage_3")`` works.
+Importing the package registers the names ``zero_stage_1``, ``zero_stage_2`` and ``zero_stage_3``,
+so that ``Trainer(strategy="zero_stage_3")`` works.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry

@@ -6,15 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd import Variable
-from torch.utils.hooks import RemovableHandle
-
-__all__ = ["RemovableHandle", "in_backward", "queue_backward_callback", "scaler_found_inf"]
+from torch.utils.hooks import RemovableHandle as RemovableHandle
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run a function when the backward under way has computed all its gradients."""
-    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    Variable._execution_engine.queue_callback(callback)
 
 
 def in_backward() -> bool:
@@ -37,7 +36,7 @@ def trainer_accelerator(trainer: Any) -> Any:
 
 
 def is_wrapped(optimizer: Any) -> bool:
-    """Whether this is Lightning's wrapper around an optimizer, which pretends to be of its class."""
+    """Whether this is Lightning's wrapper, which pretends to be of its optimizer's class."""
     return "_optimizer" in vars(optimizer) and "_strategy" in vars(optimizer)
 
 
@@ -46,3 +45,25 @@ def is_mock_optimizer(optimizer: Any) -> bool:
     from lightning.pytorch.core.optimizer import _MockOptimizer
 
     return isinstance(optimizer, _MockOptimizer)
+
+
+def storage_identity(tensor: torch.Tensor) -> int:
+    """Address of the storage object, the same for all views and over resizes."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def before_gradient(
+    parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]
+) -> RemovableHandle:
+    """Run a function before a gradient is accumulated; torch's own method has no types."""
+    handle: RemovableHandle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def after_gradient(
+    parameter: nn.Parameter, hook: Callable[[nn.Parameter], None]
+) -> RemovableHandle:
+    """Run a function after a gradient was accumulated; torch's own method has no types."""
+    register: Any = parameter.register_post_accumulate_grad_hook
+    handle: RemovableHandle = register(hook)
+    return handle

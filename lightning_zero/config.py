@@ -29,7 +29,7 @@ class ZeroOptions:
     """
 
     stage: int = 3
-    """0 shards nothing (the DDP baseline), 1 optimizer state, 2 also gradients, 3 also parameters."""
+    """0 shards nothing (as DDP), 1 optimizer state, 2 also gradients, 3 also parameters."""
 
     overlap_comm: bool = True
     """Let transfers travel while the model computes."""
@@ -49,8 +49,8 @@ class ZeroOptions:
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or self.stage not in STAGES:
             raise ValueError(
-                f"stage must be 0, 1, 2 or 3, got {self.stage!r}: 0 is plain data parallelism, 1 shards"
-                " optimizer state, 2 also gradients, 3 also parameters"
+                f"stage must be 0, 1, 2 or 3, got {self.stage!r}: 0 is plain data parallelism, 1"
+                " shards optimizer state, 2 also gradients, 3 also parameters"
             )
         if self.shard_by not in ("element", "tensor"):
             raise ValueError(f"shard_by must be 'element' or 'tensor', got {self.shard_by!r}")

@@ -127,7 +127,7 @@ class ZeroEngine:
 
     @contextmanager
     def step_scope(self) -> Iterator[None]:
-        """Everything that runs inside is the forward of one step, with its loss, or of evaluation."""
+        """Everything that runs inside is one forward, with its loss, or one of evaluation."""
         buffers = None if self.coordinator.is_in_step() else self._buffer_sync
         if buffers is not None:
             buffers.before_forward()
@@ -140,8 +140,8 @@ class ZeroEngine:
     def no_sync(self) -> Iterator[None]:
         """Backwards inside are not the last of an accumulation window.
 
-        Stages 0 and 1 collect their gradients in full and reduce them once per window. Stages 2 and 3
-        reduce every backward, since whole gradients are what they save.
+        Stages 0 and 1 collect their gradients in full and reduce them once per window. Stages 2 and
+        3 reduce every backward, since whole gradients are what they save.
         """
         if self._policy.shards_gradients:
             yield
@@ -178,7 +178,7 @@ class ZeroEngine:
     def clip_grad_norm_(
         self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0
     ) -> float:
-        """Scale the gradients of an optimizer so that their norm over all ranks is at most ``max_norm``.
+        """Scale an optimizer's gradients so that their norm over all ranks is at most ``max_norm``.
 
         Returns:
             The norm before clipping.
@@ -205,7 +205,7 @@ class ZeroEngine:
             yield
 
     def step(self, optimizer: Optimizer, run: Callable[[], Any] | None = None) -> Any:
-        """Step this rank's pieces, then send the new values on their way; to be called on all ranks.
+        """Step this rank's pieces and send the new values on their way; for all ranks to call.
 
         Args:
             optimizer: The optimizer to step.
@@ -226,7 +226,7 @@ class ZeroEngine:
         return result
 
     def abort_step(self) -> None:
-        """Leave a step that has raised: no transfer is started, the gradients of the step are lost."""
+        """Leave a step that has raised: nothing is sent, the gradients of the step are lost."""
         self._reducer.abort(ABORT_TIMEOUT)
         self.coordinator.abort(ABORT_TIMEOUT)
         self._agreement.forget()
@@ -311,6 +311,7 @@ class ZeroEngine:
 
     @property
     def device(self) -> torch.device:
+        """Where the module is."""
         parameter = next(self.module.parameters(), None)
         return parameter.device if parameter is not None else torch.device("cpu")
 
@@ -321,9 +322,9 @@ class ZeroEngine:
             strangers = [p.shape for p in parameters_of(optimizer) if p not in self._names]
             if strangers:
                 raise ValueError(
-                    f"{type(optimizer).__name__} holds {len(strangers)} parameter(s) that are not in the"
-                    f" model (shapes {[tuple(shape) for shape in strangers[:5]]}): they would never be"
-                    " averaged over the ranks. Register them in the LightningModule."
+                    f"{type(optimizer).__name__} holds {len(strangers)} parameter(s) that are not in"
+                    f" the model (shapes {[tuple(shape) for shape in strangers[:5]]}): they would"
+                    " never be averaged over the ranks. Register them in the LightningModule."
                 )
         for parameter, name in self._names.items():
             if isinstance(parameter, nn.UninitializedParameter):
@@ -345,8 +346,8 @@ class ZeroEngine:
         ]
         if strays:
             raise RuntimeError(
-                f"{type(optimizer).__name__} is to train {strays[:5]}, which were frozen or missing when"
-                " training was set up: they are not partitioned, and would not be averaged over"
+                f"{type(optimizer).__name__} is to train {strays[:5]}, which were frozen or missing"
+                " when training was set up: they are not partitioned, and would not be averaged over"
                 " the ranks. Let them require gradients from the start (requires_grad_(True) before"
                 " trainer.fit), or call trainer.fit again after the change."
             )
@@ -405,7 +406,7 @@ class ZeroEngine:
         ]
 
     def _publish(self, updated: Sequence[ParameterBucket]) -> None:
-        """Stages 1 and 2: bring the new shards of all ranks together, waited for at their next use."""
+        """Stages 1 and 2: start to bring the new shards together; their next use waits."""
         self.groups.parameters.advance()
         if self._shard_world_size == 1:
             return

@@ -32,7 +32,7 @@ class ZeroPrecision(Precision):
     """Set by the strategy while a fit is set up."""
 
     @override
-    def backward(
+    def backward(  # type: ignore[override]  # as Lightning's Trainer calls it
         self,
         tensor: Tensor,
         model: pl.LightningModule,
@@ -47,7 +47,7 @@ class ZeroPrecision(Precision):
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
-    def optimizer_step(
+    def optimizer_step(  # type: ignore[override]  # as Lightning's Trainer calls it
         self,
         optimizer: Any,
         model: pl.LightningModule,
@@ -80,8 +80,8 @@ class ZeroPrecision(Precision):
     def _ready_engine(self) -> ZeroEngine:
         if self.engine is None:
             raise RuntimeError(
-                "an optimizer step or clipping was asked for outside of `trainer.fit`: ZeroStrategy has"
-                " no optimizer there"
+                "an optimizer step or clipping was asked for outside of `trainer.fit`:"
+                " ZeroStrategy has no optimizer there"
             )
         return self.engine
 
@@ -98,7 +98,7 @@ class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
     """``16-mixed`` and ``bf16-mixed``; with a loss scaler, all ranks skip the same steps."""
 
     @override
-    def optimizer_step(
+    def optimizer_step(  # type: ignore[override]  # as Lightning's Trainer calls it
         self,
         optimizer: Any,
         model: pl.LightningModule,
@@ -166,9 +166,9 @@ def zero_precision(plugin: Precision) -> ZeroPrecision:
     ours = counterparts.get(type(plugin))
     if ours is None:
         raise ValueError(
-            f"ZeroStrategy does not support the precision plugin {type(plugin).__name__}. Supported:"
-            " precision='32-true', '64-true', '16-true', 'bf16-true', '16-mixed', 'bf16-mixed', and"
-            " subclasses of lightning_zero.precision.ZeroPrecision."
+            f"ZeroStrategy does not support the precision plugin {type(plugin).__name__}."
+            " Supported: precision='32-true', '64-true', '16-true', 'bf16-true', '16-mixed',"
+            " 'bf16-mixed', and subclasses of lightning_zero.precision.ZeroPrecision."
         )
     twin = ours.__new__(ours)
     twin.__dict__.update(plugin.__dict__)

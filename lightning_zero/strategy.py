@@ -1,4 +1,4 @@
-"""``Trainer(strategy=ZeroStrategy(stage=3))``: Lightning's side of the engine, one call per hook."""
+"""Lightning's side of the engine: ``Trainer(strategy=ZeroStrategy(stage=3))``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -35,21 +35,23 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 class ZeroStrategy(DDPStrategy):
     """Data parallelism with model states partitioned over the ranks (ZeRO).
 
-    Behaves like ``DDPStrategy``: any LightningModule, optimizer, scheduler and callback, and ordinary
-    checkpoints that every strategy, stage and number of ranks reads.
+    Behaves like ``DDPStrategy``: any LightningModule, optimizer, scheduler and callback, and
+    ordinary checkpoints that every strategy, stage and number of ranks reads.
 
     Args:
-        stage: 0 shards nothing (plain data parallelism), 1 shards optimizer state, 2 also gradients, 3
+        stage: 0 shards nothing (plain data parallelism), 1 shards optimizer state, 2 also
+        gradients, 3
             also parameters.
         overlap_comm: Let transfers travel while the model computes.
-        bucket_numel: Capacity of a bucket in elements: what travels in one transfer, and the unit of
+        bucket_numel: Capacity of a bucket in elements: what travels in one transfer, and the unit
+        of
             buffers. None for about a twelfth of the model, at most 6 Mi elements.
         master_weights: Step an fp32 copy of parameters of lower precision (``bf16-true``). None for
             yes where there are such parameters.
-        reduce_dtype: Dtype in which gradients travel and are summed, for example ``"float32"``. None
+        reduce_dtype: Dtype in which gradients travel and are summed, such as ``"float32"``. None
             for the dtype of the parameters.
-        shard_by: ``"element"`` cuts parameters anywhere; ``"tensor"`` keeps each parameter whole on one
-            rank, for optimizers that need whole matrices or norms (Muon, Adafactor, LAMB).
+        shard_by: ``"element"`` cuts parameters anywhere; ``"tensor"`` keeps each parameter whole on
+            one rank, for optimizers that need whole matrices or norms (Muon, Adafactor, LAMB).
         timeout: Longest wait for another rank, as a timedelta or in seconds.
         start_method: How ranks are started: ``"popen"``, ``"spawn"``, ``"fork"``, ``"forkserver"``.
         process_group_backend: As for ``DDPStrategy``.
@@ -146,7 +148,9 @@ class ZeroStrategy(DDPStrategy):
         self._check_owner(trainer)
         accelerator, module = self.accelerator, self.lightning_module
         if accelerator is None or module is None:
-            raise RuntimeError("ZeroStrategy.setup() was called before a Trainer and a model were set")
+            raise RuntimeError(
+                "ZeroStrategy.setup() was called before a Trainer and a model were set"
+            )
         accelerator.setup(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self.model = module
@@ -244,7 +248,9 @@ class ZeroStrategy(DDPStrategy):
         return self._running_engine("grad_norm").grad_norm(norm_type=norm_type)
 
     @contextmanager
-    def full_params(self, module: nn.Module | None = None, writeback: bool = False) -> Iterator[None]:
+    def full_params(
+        self, module: nn.Module | None = None, writeback: bool = False
+    ) -> Iterator[None]:
         """While inside, all parameters have their full values; to be entered and left on all ranks.
 
         Args:
@@ -292,9 +298,7 @@ class ZeroStrategy(DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         engine = self._running_engine("load_optimizer_state_dict")
-        for optimizer, state in zip(
-            self.optimizers, checkpoint["optimizer_states"], strict=False
-        ):
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             consolidated.load_optimizer_state_dict(engine, _plain(optimizer), state)
 
     # Checks.
@@ -313,12 +317,12 @@ class ZeroStrategy(DDPStrategy):
     def _check_owner(self, trainer: pl.Trainer) -> None:
         if self._engine is not None or _compat.trainer_accelerator(trainer) is not self.accelerator:
             raise RuntimeError(
-                "this ZeroStrategy is used by two Trainers at once: it holds the partitioned states of"
-                " one. Give each Trainer a ZeroStrategy object of its own."
+                "this ZeroStrategy is used by two Trainers at once: it holds the partitioned states"
+                " of one. Give each Trainer a ZeroStrategy object of its own."
             )
 
     def _check_started_ranks(self) -> None:
-        """A launcher that started fewer or more ranks than the Trainer expects would be waited for."""
+        """Ranks that a launcher did not start would be waited for."""
         environment = self.cluster_environment
         started = os.environ.get("WORLD_SIZE")
         if environment is None or not environment.creates_processes_externally or not started:
@@ -334,7 +338,8 @@ class ZeroStrategy(DDPStrategy):
 
 def _plain(optimizer: Any) -> Optimizer:
     """The user's optimizer behind Lightning's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer) if _compat.is_wrapped(optimizer) else optimizer
+    plain: Optimizer = optimizer.optimizer if _compat.is_wrapped(optimizer) else optimizer
+    return plain
 
 
 def _real(optimizers: list[Optimizer]) -> list[Optimizer]:
@@ -346,7 +351,9 @@ def _timedelta(value: timedelta | float | None) -> timedelta | None:
     if value is None or isinstance(value, timedelta):
         return value
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-        raise ValueError(f"timeout must be a timedelta or a positive number of seconds, got {value!r}")
+        raise ValueError(
+            f"timeout must be a timedelta or a positive number of seconds, got {value!r}"
+        )
     return timedelta(seconds=value)
 
 

@@ -1,7 +1,7 @@
-"""One ordinary checkpoint: full tensors under the user's names, in the layout that plain Lightning writes.
+"""One ordinary checkpoint: full tensors under the user's names, in plain Lightning's layout.
 
-Everything is gathered bucket by bucket to rank 0's host memory; no other rank ever holds more than its
-shards and one bucket.
+Everything is gathered bucket by bucket to rank 0's host memory; no other rank ever holds more than
+its shards and one bucket.
 """
 
 from __future__ import annotations
@@ -268,9 +268,9 @@ def _cut_state(piece: MasterPiece, key: str, value: Any) -> Any:
     slot = piece.slot
     if tuple(value.shape) != slot.shape:
         raise ValueError(
-            f"optimizer state {key!r} of {slot.fqn!r} has shape {tuple(value.shape)} in the checkpoint,"
-            f" but the parameter has shape {slot.shape}: it cannot be cut for this rank. Load it"
-            " with the sharding it was written with (shard_by='tensor')."
+            f"optimizer state {key!r} of {slot.fqn!r} has shape {tuple(value.shape)} in the"
+            f" checkpoint, but the parameter has shape {slot.shape}: it cannot be cut for this"
+            " rank. Load it with the sharding it was written with (shard_by='tensor')."
         )
     dense = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype).copy_(value)
     begin = piece.piece.param_offset

@@ -39,7 +39,7 @@ class Collectives(ABC):
         self.rank = rank
         self.world_size = world_size
         self.sent_nbytes = 0
-        """Bytes that this rank has sent: exact for point-to-point backends, else the ring's theory."""
+        """Bytes this rank has sent: exact for point-to-point transfers, else the ring's theory."""
 
     @abstractmethod
     def all_gather(self, flat: Tensor, shard: Tensor, key: int) -> Handle:
@@ -57,7 +57,8 @@ class Collectives(ABC):
         """Sum a flat tensor over ranks; this rank receives its own shard of the sum.
 
         Args:
-            flat: 1-D [N], summand of this rank; not written to until the handle has been waited for.
+            flat: 1-D [N], summand of this rank; not written to until the handle has been waited
+            for.
             out: 1-D [S], receives the sum when the handle is waited for; any floating dtype.
             accumulate: Add to ``out`` instead of overwriting it.
             key: See the class.

@@ -2,9 +2,10 @@
 
 [Note: pairwise transfers]
 Gloo's ``reduce_scatter_tensor`` moves twice the bytes it needs and its collectives of one group run
-one after another. Here each rank sends every other rank exactly the shard that this rank owns, with all
-receives posted before the sends, and sums what arrives itself, in rank order. Bytes on the wire are
-the least possible, both directions of a link are busy, and the sum does not depend on who computes it.
+one after another. Here each rank sends every other rank exactly the shard that this rank owns, with
+all receives posted before the sends, and sums what arrives itself, in rank order. Bytes on the wire
+are the least possible, both directions of a link are busy, and the sum does not depend on who
+computes it.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class _GroupCollectives(Collectives):
         for chunk in _chunks(tensors):
             joined = torch.cat([tensor.reshape(-1) for tensor in chunk])
             dist.broadcast(joined, self._rank_zero, group=self._group)
-            parts = joined.split([tensor.numel() for tensor in chunk])
+            parts = torch.split(joined, [tensor.numel() for tensor in chunk])
             for tensor, part in zip(chunk, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
 

@@ -1,7 +1,7 @@
 """Process groups of the engine.
 
-Every room gets a group of its own, so that its transfers never interleave with Lightning's own calls, with
-torchmetrics or with user code on the default group, nor with those of another room.
+Every room gets a group of its own, so that its transfers never interleave with Lightning's own
+calls, with torchmetrics or with user code on the default group, nor with those of another room.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The gradient side of a bucket: collection buffer, shard gradient, and what users see as ``.grad``.
+"""The gradient side of a bucket: collection buffer, shard gradient, and ``param.grad``.
 
 [Note: gradient faces]
-After a reduction ``param.grad`` is the parameter's *face*: a view of the averaged gradient where the
-whole gradient lies on this rank (one rank, stage 0), else one NaN expanded to the true shape. The face
-costs no memory and keeps the meaning of ``zero_grad``: a face that is gone tells that the user has
-cleared the gradient, a face that is still there that the next backward has to add to it.
+After a reduction ``param.grad`` is the parameter's *face*: a view of the averaged gradient where
+the whole gradient lies on this rank (one rank, stage 0), else one NaN expanded to the true shape.
+The face costs no memory and keeps the meaning of ``zero_grad``: a face that is gone tells that the
+user has cleared the gradient, a face that is still there that the next backward has to add to it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from lightning_zero.plan.layout import BucketLayout
 
-
 IDLE_STEPS_UNTIL_ABSENT = 3
-"""A parameter that no rank used in this many steps is not waited for; turns of two are not taken for it."""
+"""A parameter that no rank used in this many steps is not waited for any more."""
 
 
 class GradientBucket:
@@ -157,9 +156,7 @@ class GradientBucket:
         """Whether a parameter holds a local gradient that no reduction has taken."""
         return any(
             parameter.grad is not None and (not self._faces or parameter.grad is not face)
-            for parameter, face in zip(
-                self.parameters, self._faces or self.parameters, strict=True
-            )
+            for parameter, face in zip(self.parameters, self._faces or self.parameters, strict=True)
         )
 
     def _make_face(self, slot: int) -> Tensor:

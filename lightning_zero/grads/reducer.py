@@ -1,14 +1,14 @@
 """Collects gradients during backward and averages them over the ranks, bucket by bucket.
 
 [Note: one order]
-Reductions leave in one fixed order of buckets, whatever order the gradients of this rank come in, and
-at the end of backward the rest leaves with zeros. So ranks that use different parameters still make the
-same calls, and nobody has to be told which parameters are unused.
+Reductions leave in one fixed order of buckets, whatever order the gradients of this rank come in,
+and at the end of backward the rest leaves with zeros. So ranks that use different parameters still
+make the same calls, and nobody has to be told which parameters are unused.
 
 [Note: late gradients]
-A gradient that comes after its bucket has left (a second backward within one scope, a nested backward),
-or that was collected without synchronisation, stays in ``param.grad``. All ranks learn of it in the
-agreement before the optimizer step, and reduce once more.
+A gradient that comes after its bucket has left (a second backward within one scope, a nested
+backward), or that was collected without synchronisation, stays in ``param.grad``. All ranks learn
+of it in the agreement before the optimizer step, and reduce once more.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class GradientReducer:
         pool: Collection buffers.
         is_scattered: Each rank receives its shard of the sum; else all receive the whole sum.
         overlap_comm: Let reductions travel while backward goes on.
-        on_complete: Called with a bucket's index once all its gradients of a backward are collected.
+        on_complete: Called with a bucket's index once all its gradients of a backward are
+        collected.
         on_finish: Called when a backward has ended.
     """
 
@@ -149,8 +150,8 @@ class GradientReducer:
         def after(parameter: nn.Parameter) -> None:
             self._on_gradient(bucket, slot, parameter)
 
-        yield parameter.register_hook(before)
-        yield parameter.register_post_accumulate_grad_hook(after)
+        yield _compat.before_gradient(parameter, before)
+        yield _compat.after_gradient(parameter, after)
 
     def _on_gradient(self, bucket: GradientBucket, slot: int, parameter: nn.Parameter) -> None:
         if not self._is_running:

@@ -1,8 +1,8 @@
 """What all ranks have to know about the gradients before an optimizer step.
 
-One small sum over the ranks answers three questions: is there a gradient that was not reduced yet, which
-parameters did anybody use ("nobody" keeps the meaning of ``grad is None``: no weight decay, no momentum),
-and how large is the norm.
+One small sum over the ranks answers three questions: is there a gradient that was not reduced yet,
+which parameters did anybody use ("nobody" keeps the meaning of ``grad is None``: no weight decay,
+no momentum), and how large is the norm.
 """
 
 from __future__ import annotations
@@ -85,9 +85,7 @@ class GradientAgreement:
         return self._parameters[0].device if self._parameters else torch.device("cpu")
 
     def _all_pieces(self) -> Iterable[MasterPiece]:
-        return (
-            piece for p in self._parameters if (piece := self._table.piece(p)) is not None
-        )
+        return (piece for p in self._parameters if (piece := self._table.piece(p)) is not None)
 
     def _largest(self, pieces: list[MasterPiece]) -> float:
         """Largest absolute value over ranks; a maximum by way of a sum of one entry per rank."""

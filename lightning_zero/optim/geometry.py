@@ -1,8 +1,8 @@
 """Which optimizers may be stepped on slices of a parameter.
 
-An element-wise optimizer changes each element from that element's own gradient and state, so stepping
-slices gives the same numbers. Others (whole-tensor norms, matrix factors, closures called several
-times) do not, and are never stepped on slices without a word.
+An element-wise optimizer changes each element from that element's own gradient and state, so
+stepping slices gives the same numbers. Others (whole-tensor norms, matrix factors, closures called
+several times) do not, and are never stepped on slices without a word.
 """
 
 from __future__ import annotations
@@ -16,13 +16,38 @@ from torch import nn
 from torch.optim import Optimizer
 
 ELEMENTWISE = frozenset(
-    "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
+    [
+        "ASGD",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    ]
 )
 """Optimizers of torch.optim that are element-wise."""
 
 WHOLE_TENSOR = frozenset(
-    """Adafactor AdaFactor CAME DistributedShampoo LAMB LARS Lamb Lars Muon NovoGrad SM3 SOAP Shampoo
-    """.split()
+    [
+        "Adafactor",
+        "AdaFactor",
+        "CAME",
+        "DistributedShampoo",
+        "LAMB",
+        "LARS",
+        "Lamb",
+        "Lars",
+        "Muon",
+        "NovoGrad",
+        "SM3",
+        "SOAP",
+        "Shampoo",
+    ]
 )
 """Optimizers, by class name, that need whole matrices or norms of whole tensors."""
 
@@ -57,8 +82,8 @@ def check_optimizer(optimizer: Optimizer, shard_by: str) -> None:
     if shard_by == "element" and not is_elementwise(optimizer):
         raise ValueError(
             f"{name} needs whole parameters (norms or matrices), but shard_by='element' gives it"
-            " slices of them. Use ZeroStrategy(..., shard_by='tensor'), which places every parameter"
-            " whole on one rank."
+            " slices of them. Use ZeroStrategy(..., shard_by='tensor'), which places every"
+            " parameter whole on one rank."
         )
 
 
@@ -92,11 +117,11 @@ def _steps_slices_alike(optimizer: Optimizer) -> bool:
     grads = [torch.randn(4, 6, generator=generator) for _ in range(3)]
     for options in optimizer.param_groups:
         whole = nn.Parameter(weight.clone())
-        slices = [nn.Parameter(part.clone()) for part in weight.flatten().split([7, 17])]
+        slices = [nn.Parameter(part.clone()) for part in torch.split(weight.flatten(), [7, 17])]
         on_whole, on_slices = _twin(optimizer, options, [whole]), _twin(optimizer, options, slices)
         for grad in grads:
             whole.grad = grad.clone()
-            for part, part_grad in zip(slices, grad.flatten().split([7, 17]), strict=True):
+            for part, part_grad in zip(slices, torch.split(grad.flatten(), [7, 17]), strict=True):
                 part.grad = part_grad.clone()
             on_whole.step()
             on_slices.step()

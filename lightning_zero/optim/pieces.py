@@ -1,9 +1,9 @@
 """Stepping pieces with the user's optimizer.
 
 The optimizer object stays the user's, and its ``param_groups`` keep naming the user's parameters:
-schedulers, monitors and finetuning callbacks look at them. Only around the inner step are the groups
-swapped to this rank's pieces of the master shards, and back. Between steps ``optimizer.state`` is keyed
-by the user's parameters and holds this rank's pieces of the state.
+schedulers, monitors and finetuning callbacks look at them. Only around the inner step are the
+groups swapped to this rank's pieces of the master shards, and back. Between steps
+``optimizer.state`` is keyed by the user's parameters and holds this rank's pieces of the state.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

@@ -1,10 +1,10 @@
 """One bucket of parameters: flat storage, state, and what users see while it is away.
 
 [Note: true shapes always]
-While the full tensor of a bucket is not there, or not whole, ``param.data`` is one NaN expanded to the
-true shape: shapes and counts are right at any time, and a read that slipped past the engine gives NaN,
-never a plausible number. Every parameter has a NaN of its own, so that an alias of it (``detach()`` in a
-state dict) still tells which parameter it stands for.
+While the full tensor of a bucket is not there, or not whole, ``param.data`` is one NaN expanded to
+the true shape: shapes and counts are right at any time, and a read that slipped past the engine
+gives NaN, never a plausible number. Every parameter has a NaN of its own, so that an alias of it
+(``detach()`` in a state dict) still tells which parameter it stands for.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor, nn
 
+from lightning_zero import _compat
 from lightning_zero.comm.api import Collectives, Handle
 from lightning_zero.plan.layout import BucketLayout, Piece
 
@@ -102,7 +103,7 @@ class ParameterBucket:
 
     def storage_key(self) -> int:
         """Identity of the flat storage, the same over reshards."""
-        return self.flat.untyped_storage()._cdata
+        return _compat.storage_identity(self.flat)
 
     def begin_unshard(self, key: int) -> None:
         """Start to make the full tensor from the shards of all ranks.

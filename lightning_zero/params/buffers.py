@@ -10,9 +10,9 @@ from lightning_zero.comm import Collectives
 class BufferSync:
     """Broadcasts buffers before the forwards before which DistributedDataParallel does.
 
-    These are the first forward, and each one that follows a forward with gradients whose backward is
-    synchronised. So an evaluation sees the buffers of rank 0 from its first batch on, and micro-batches
-    within an accumulation window keep their own.
+    These are the first forward, and each one that follows a forward with gradients whose backward
+    is synchronised. So an evaluation sees the buffers of rank 0 from its first batch on, and micro-
+    batches within an accumulation window keep their own.
 
     Args:
         module: The whole model.

@@ -15,8 +15,8 @@ OnListing = Callable[["ZeroParameterDict"], None]
 class ZeroParameterDict(dict[str, "nn.Parameter | None"]):
     """The ``_parameters`` of a module, telling the engine of each read.
 
-    ``module.weight`` is a read. Listing (``module.parameters()``, ``state_dict()``) is told apart: an
-    optimizer or a summary lists parameters without wanting their values.
+    ``module.weight`` is a read. Listing (``module.parameters()``, ``state_dict()``) is told apart:
+    an optimizer or a summary lists parameters without wanting their values.
 
     Args:
         parameters: The module's own dict.
@@ -42,7 +42,7 @@ class ZeroParameterDict(dict[str, "nn.Parameter | None"]):
 
     def get(self, name: str, default: Any = None) -> Any:
         """Read a parameter by name, as ``[]`` does."""
-        return self[name] if name in self else default
+        return self[name] if name in self else default  # noqa: SIM401  (this is get)
 
     def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
         """List names and parameters."""

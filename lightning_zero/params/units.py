@@ -28,10 +28,10 @@ class Unit:
 def module_units(root: nn.Module, bucket_numel: int) -> list[Unit]:
     """Cut a module into the largest subtrees that fit into one bucket.
 
-    A repeated block that fits is one unit, so its inner modules need no hooks of their own. A module
-    that does not fit, has no forward of its own (``ModuleList``) or is the root, is cut further;
-    the parameters that such a module itself owns are a unit, too. Tied parameters belong to the
-    unit that comes first.
+    A repeated block that fits is one unit, so its inner modules need no hooks of their own. A
+    module that does not fit, has no forward of its own (``ModuleList``) or is the root, is cut
+    further; the parameters that such a module itself owns are a unit, too. Tied parameters belong
+    to the unit that comes first.
 
     Args:
         root: The whole model; never one unit, since Lightning does not call its forward.

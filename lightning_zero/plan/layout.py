@@ -2,15 +2,15 @@
 
 [Note: bucket, shard, piece]
 A bucket is a run of parameters laid end to end in one flat tensor of ``padded_numel`` elements (N).
-It is split into W equal shards of S = N // W elements; rank r owns elements ``[r * S, (r + 1) * S)``.
-A piece is the overlap of one parameter with one shard: the unit that an optimizer steps and that a
-checkpoint is cut from. All functions here work on plain integers, so that resharding to another
-world size or stage is interval arithmetic that can be tested without a process group.
+It is split into W equal shards of S = N // W elements; rank r owns elements ``[r * S, (r + 1) *
+S)``. A piece is the overlap of one parameter with one shard: the unit that an optimizer steps and
+that a checkpoint is cut from. All functions here work on plain integers, so that resharding to
+another world size or stage is interval arithmetic that can be tested without a process group.
 
 [Note: alignment]
 Every parameter and every shard starts at a multiple of ``align_numel`` elements. Vector units and
-matrix libraries then see the same alignment as in an ordinary allocation, which is one condition for
-results that are equal to the last bit. The gaps are zero and belong to no piece.
+matrix libraries then see the same alignment as in an ordinary allocation, which is one condition
+for results that are equal to the last bit. The gaps are zero and belong to no piece.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def plan_buckets(
             raise ValueError(f"{name} must be at least 1, got {value}")
     capacity = bucket_numel * world_size if shard_by == "tensor" else bucket_numel
     place = _place_whole if shard_by == "tensor" else _place_end_to_end
-    buckets = []
+    buckets: list[BucketLayout] = []
     for run in _runs(specs, capacity):
         slots, padded = place(run, world_size, align_numel)
         buckets.append(BucketLayout(len(buckets), run[0].kind, slots, padded, world_size))

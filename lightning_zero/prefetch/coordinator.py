@@ -1,15 +1,15 @@
 """Brings parameters in before they are used, and gives them back.
 
-First form: unshard on use, prefetch of the next bucket, release after use, gather again in backward.
-Every read of a weight goes through here (``ZeroParameterDict``, unit hooks, saved tensors), so no place
-in a model has to be registered.
+First form: unshard on use, prefetch of the next bucket, release after use, gather again in
+backward. Every read of a weight goes through here (``ZeroParameterDict``, unit hooks, saved
+tensors), so no place in a model has to be registered.
 
 [Note: release]
-Forward: a bucket goes when the last running unit that uses it has ended and the order does not name it
-next. A weight read outside of its unit's forward may be held in a local variable, so its bucket stays
-until the unit that reads it, or the whole forward, ends.
-Backward: a bucket goes when all its gradients have arrived (no node that reads it is left), else at the
-end of backward; never in between, since recomputed activations hold views of it.
+Forward: a bucket goes when the last running unit that uses it has ended and the order does not name
+it next. A weight read outside of its unit's forward may be held in a local variable, so its bucket
+stays until the unit that reads it, or the whole forward, ends.
+Backward: a bucket goes when all its gradients have arrived (no node that reads it is left), else at
+the end of backward; never in between, since recomputed activations hold views of it.
 """
 
 from __future__ import annotations

@@ -2,21 +2,22 @@
 
 [Note: saved tensors]
 Autograd keeps views of weights for backward. While the engine runs a forward, each saved view of a
-bucket is replaced by its place in the bucket, and backward, when it asks for the view, gathers the bucket
-first. This holds for any container a module returns its outputs in, and for outputs it stores elsewhere.
-Hooks switch off autograd's own check for tensors that were changed in place after they were saved, so
-the check is made here.
+bucket is replaced by its place in the bucket, and backward, when it asks for the view, gathers the
+bucket first. This holds for any container a module returns its outputs in, and for outputs it
+stores elsewhere. Hooks switch off autograd's own check for tensors that were changed in place after
+they were saved, so the check is made here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lightning_zero import _compat
 from lightning_zero._compat import RemovableHandle
 from lightning_zero.params import parameter_dict
 from lightning_zero.params.bucket import ParameterBucket
@@ -121,7 +122,7 @@ class _SavedView(NamedTuple):
     """Where a saved weight lies, instead of the weight."""
 
     bucket: ParameterBucket
-    shape: tuple[int, ...]
+    shape: torch.Size
     stride: tuple[int, ...]
     offset: int
 
@@ -133,18 +134,17 @@ class _SavedTensor(NamedTuple):
     version: int
 
 
-def forward_scope(coordinator: ParameterCoordinator) -> AbstractContextManager[None]:
+@contextmanager
+def forward_scope(coordinator: ParameterCoordinator) -> Iterator[None]:
     """Scope of one forward: weights saved in it are gathered again in backward."""
     by_storage = {
         bucket.storage_key(): bucket
         for bucket in coordinator.buckets.values()
         if not bucket.is_resident
     }
-    stack = ExitStack()
-    stack.enter_context(coordinator.forward_scope())
-    if by_storage:
-        stack.enter_context(_saved_tensors_scope(by_storage, coordinator))
-    return stack
+    saved = _saved_tensors_scope(by_storage, coordinator) if by_storage else nullcontext()
+    with coordinator.forward_scope(), saved:
+        yield
 
 
 def _saved_tensors_scope(
@@ -153,7 +153,7 @@ def _saved_tensors_scope(
     def pack(tensor: Tensor) -> _SavedView | _SavedTensor:
         bucket = by_storage.get(_storage_key(tensor))
         if bucket is not None:
-            return _SavedView(bucket, tensor.shape, tensor.stride(), tensor.storage_offset())
+            return _SavedView(bucket, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
         # An output that was saved by its own node would keep that node alive for ever.
         kept = tensor.detach() if tensor.grad_fn is not None else tensor
         return _SavedTensor(kept, tensor._version)
@@ -177,7 +177,7 @@ def _storage_key(tensor: Tensor) -> int:
     if tensor.layout is not torch.strided:
         return 0
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return _compat.storage_identity(tensor)
     except (RuntimeError, NotImplementedError):  # a wrapper without storage of its own
         return 0
 

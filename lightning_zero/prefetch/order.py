@@ -6,9 +6,9 @@ from __future__ import annotations
 class UseOrder:
     """Order of uses in one phase (training forward, backward, evaluation).
 
-    Uses are buckets' indices, repeated as often as they are used. The order seen in one pass is what
-    the next pass is expected to follow; a pass that leaves it is followed again from the next known
-    use on.
+    Uses are buckets' indices, repeated as often as they are used. The order seen in one pass is
+    what the next pass is expected to follow; a pass that leaves it is followed again from the next
+    known use on.
     """
 
     def __init__(self) -> None:

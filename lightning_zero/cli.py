@@ -1,0 +1,67 @@
+"""The ``lightning-zero`` command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_zero.__about__ import __version__
+from lightning_zero.plan.memory import model_state_nbytes
+
+GIB = 2**30
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: Words after the command's name; None for those of the process.
+
+    Returns:
+        Exit status.
+    """
+    parser = argparse.ArgumentParser(prog="lightning-zero", description="ZeRO for Lightning.")
+    parser.add_argument("--version", action="version", version=f"lightning-zero {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    plan = commands.add_parser("plan", help="bytes of model states per rank, for each stage")
+    plan.add_argument("--numel", type=_numel, required=True, help="parameters, such as 13e9")
+    plan.add_argument("--world-size", type=_positive, required=True, help="ranks")
+    plan.add_argument(
+        "--precision",
+        choices=("32-true", "mixed"),
+        default="mixed",
+        help="fp32 throughout, or 16-bit parameters with fp32 master weights (default)",
+    )
+    chosen = parser.parse_args(arguments)
+    Console().print(_plan_table(chosen.numel, chosen.world_size, chosen.precision == "mixed"))
+    return 0
+
+
+def _plan_table(numel: int, world_size: int, mixed_precision: bool) -> Table:
+    table = Table(title=f"{numel:,} parameters on {world_size} rank(s), Adam, GiB per rank")
+    for heading in ("stage", "parameters", "gradients", "optimizer", "sum"):
+        table.add_column(heading, justify="right")
+    for stage in range(4):
+        states = model_state_nbytes(numel, stage, world_size, mixed_precision)
+        nbytes = (
+            states.parameters_nbytes,
+            states.gradients_nbytes,
+            states.optimizer_nbytes,
+            states.total_nbytes,
+        )
+        table.add_row(str(stage), *(f"{value / GIB:.3f}" for value in nbytes))
+    return table
+
+
+def _numel(text: str) -> int:
+    return _positive(str(int(float(text))))
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
