@@ -67,3 +67,8 @@ def after_gradient(
     register: Any = parameter.register_post_accumulate_grad_hook
     handle: RemovableHandle = register(hook)
     return handle
+
+
+def callbacks_of(trainer: Any) -> list[Any]:
+    """The callbacks of a Trainer, which it sets outside of its constructor."""
+    return list(trainer.callbacks)

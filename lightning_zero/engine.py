@@ -33,7 +33,7 @@ from lightning_zero.memory.pool import BufferPool
 from lightning_zero.optim import geometry
 from lightning_zero.optim.agreement import GradientAgreement
 from lightning_zero.optim.pieces import MasterShard, PieceTable, parameters_of
-from lightning_zero.params.bucket import ParameterBucket
+from lightning_zero.params.bucket import ParameterBucket, ParamStatus
 from lightning_zero.params.buffers import BufferSync
 from lightning_zero.params.units import Unit, module_units
 from lightning_zero.plan.layout import (
@@ -97,7 +97,9 @@ class ZeroEngine:
         self._check()
         broadcast_module(module, groups)
         self._buckets = self._make_buckets()
-        self.coordinator = ParameterCoordinator(self._buckets, options.overlap_comm)
+        self.coordinator = ParameterCoordinator(
+            self._buckets, options.overlap_comm, self._refresh_master
+        )
         gradients = self._make_gradients()
         self.table = PieceTable(
             [
@@ -252,6 +254,18 @@ class ZeroEngine:
         for master in self.table.masters:
             master.refresh()
 
+    def _refresh_master(self, bucket: ParameterBucket) -> None:
+        for master in self.table.masters:
+            if master.parameters is bucket:
+                master.refresh()
+
+    def settle(self) -> None:
+        """Let no parameter be open that was read outside of a step; before states are gathered."""
+        self.coordinator.settle()
+        for bucket in self._buckets:
+            if bucket.status is ParamStatus.NOT_AVAILABLE:
+                bucket.check_untouched()
+
     def close(self) -> None:
         """Give the module its parameters back, whole; to be called on all ranks.
 
@@ -322,9 +336,9 @@ class ZeroEngine:
             strangers = [p.shape for p in parameters_of(optimizer) if p not in self._names]
             if strangers:
                 raise ValueError(
-                    f"{type(optimizer).__name__} holds {len(strangers)} parameter(s) that are not in"
-                    f" the model (shapes {[tuple(shape) for shape in strangers[:5]]}): they would"
-                    " never be averaged over the ranks. Register them in the LightningModule."
+                    f"{type(optimizer).__name__} holds {len(strangers)} parameter(s) that are"
+                    f" not in the model (shapes {[tuple(shape) for shape in strangers[:5]]}):"
+                    " they would never be averaged over the ranks. Register them in the LightningModule."
                 )
         for parameter, name in self._names.items():
             if isinstance(parameter, nn.UninitializedParameter):
@@ -347,9 +361,9 @@ class ZeroEngine:
         if strays:
             raise RuntimeError(
                 f"{type(optimizer).__name__} is to train {strays[:5]}, which were frozen or missing"
-                " when training was set up: they are not partitioned, and would not be averaged over"
-                " the ranks. Let them require gradients from the start (requires_grad_(True) before"
-                " trainer.fit), or call trainer.fit again after the change."
+                " when training was set up: they are not partitioned, and would not"
+                " be averaged over the ranks. Let them require gradients from the start"
+                " (requires_grad_(True) before trainer.fit), or call trainer.fit again after the change."
             )
 
     @property

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -146,6 +147,7 @@ class ZeroStrategy(DDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._check_owner(trainer)
+        self._check_callbacks(trainer)
         accelerator, module = self.accelerator, self.lightning_module
         if accelerator is None or module is None:
             raise RuntimeError(
@@ -320,6 +322,17 @@ class ZeroStrategy(DDPStrategy):
                 "this ZeroStrategy is used by two Trainers at once: it holds the partitioned states"
                 " of one. Give each Trainer a ZeroStrategy object of its own."
             )
+
+    def _check_callbacks(self, trainer: pl.Trainer) -> None:
+        """Callbacks that would average placeholders instead of weights."""
+        if self.options.stage != 3:
+            return
+        for callback in _compat.callbacks_of(trainer):
+            if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+                raise ValueError(
+                    f"{type(callback).__name__} averages full weights on every rank, which are not"
+                    " in memory at stage 3. Use stage 1 or 2 with it."
+                )
 
     def _check_started_ranks(self) -> None:
         """Ranks that a launcher did not start would be waited for."""

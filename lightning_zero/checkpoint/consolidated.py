@@ -35,6 +35,7 @@ def module_state_dict(engine: ZeroEngine, module: nn.Module) -> State:
         engine: Engine of the module; may be closed, then the module itself is whole.
         module: The module, or a part of it. To be called on all ranks.
     """
+    engine.settle()
     is_writer = engine.groups.rank == 0
     placeholders = {
         pointer: (bucket.layout.index, slot)

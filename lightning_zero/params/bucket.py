@@ -77,9 +77,15 @@ class ParameterBucket:
             ]
             for view, parameter in zip(self._views, self.parameters, strict=True):
                 view.copy_(parameter.detach())
-            self._placeholders = [_nan_like(parameter) for parameter in self.parameters]
+            self._blanks = _blanks(len(layout.slots), first)
+            self._placeholders = [
+                self._blanks[slot].expand(parameter.shape)
+                for slot, parameter in enumerate(self.parameters)
+            ]
+            self._blank_value = self._blanks[:1].clone()
             self._own = slice(*layout.shard_range(collectives.rank % layout.world_size))
             self.shard = self.flat[self._own] if is_resident else self.flat[self._own].clone()
+        self._versions: list[int] = []
         self._flat_nbytes = self.flat.untyped_storage().nbytes()
         self._show(self._views)
 
@@ -114,6 +120,8 @@ class ParameterBucket:
         Raises:
             RuntimeError: The bucket is already in flight.
         """
+        if self.status is ParamStatus.NOT_AVAILABLE:
+            self.check_untouched()
         self._move_to(ParamStatus.INFLIGHT)
         self._show(self._placeholders)
         if not self.is_resident:
@@ -132,8 +140,15 @@ class ParameterBucket:
             return
         if self._handle is None:
             raise RuntimeError(f"{self}: wait() while {self.status.value}")
-        handle, self._handle = self._handle, None
-        handle.wait(timeout)
+        try:
+            self._handle.wait(timeout)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self._collectives.rank} could not gather {self}: another rank has failed,"
+                " or runs other modules than this one and did not take part in time"
+                f" ({type(error).__name__}: {error})"
+            ) from error
+        self._handle = None
         self._move_to(ParamStatus.AVAILABLE)
         self._show(self._views)
 
@@ -154,6 +169,36 @@ class ParameterBucket:
             shard: 1-D [S], any floating dtype.
         """
         self.shard.copy_(shard)
+
+    def was_written(self) -> bool:
+        """Whether a parameter was changed in place since it was last brought in or taken away."""
+        return any(
+            parameter._version != version
+            for parameter, version in zip(self.parameters, self._versions, strict=True)
+        )
+
+    def check_untouched(self) -> None:
+        """Make sure that nobody has written to parameters that are not there.
+
+        Raises:
+            RuntimeError: A write went to a placeholder, and would be lost.
+        """
+        is_touched = self.was_written()
+        if not is_touched and self.flat.device.type == "cpu":  # elsewhere a look costs a stall
+            is_touched = not self._is_blank()
+        if is_touched:
+            raise RuntimeError(
+                f"a parameter of {self} was written to while its full value was not in memory (it"
+                " is sharded over the ranks between uses), so the write would be lost. Write inside"
+                " `with trainer.strategy.full_params(module, writeback=True):`, or initialize"
+                " weights before training starts (in __init__, setup or configure_model)."
+            )
+
+    def _is_blank(self) -> bool:
+        """Whether the placeholders still hold what they were made with."""
+        return torch.equal(self._blanks, self._blank_value.expand_as(self._blanks)) or bool(
+            self._blanks.isnan().all()
+        )
 
     def keep_written_values(self) -> None:
         """Take this rank's part of the full tensor as the new shard."""
@@ -176,6 +221,7 @@ class ParameterBucket:
     def _show(self, tensors: list[Tensor]) -> None:
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
             parameter.data = tensor
+        self._versions = [parameter._version for parameter in self.parameters]
 
     def _move_to(self, status: ParamStatus) -> None:
         if status not in LEGAL_TRANSITIONS[self.status]:
@@ -188,14 +234,8 @@ class ParameterBucket:
         return f"bucket {self.layout.index} ({', '.join(shown)})"
 
 
-def _nan_like(parameter: nn.Parameter) -> Tensor:
-    """One NaN with the shape of a parameter; integer parameters get their smallest value."""
-    if parameter.dtype.is_floating_point:
-        value = float("nan")
-        return torch.full((), value, dtype=parameter.dtype, device=parameter.device).expand(
-            parameter.shape
-        )
-    lowest = torch.iinfo(parameter.dtype).min
-    return torch.full((), lowest, dtype=parameter.dtype, device=parameter.device).expand(
-        parameter.shape
-    )
+def _blanks(count: int, like: nn.Parameter) -> Tensor:
+    """One value per parameter that cannot be taken for a weight: NaN, or the smallest integer."""
+    floating = like.dtype.is_floating_point
+    value = float("nan") if floating else torch.iinfo(like.dtype).min
+    return torch.full((count,), value, dtype=like.dtype, device=like.device)

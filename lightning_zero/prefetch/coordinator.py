@@ -15,7 +15,7 @@ the end of backward; never in between, since recomputed activations hold views o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -35,9 +35,15 @@ class ParameterCoordinator:
     Args:
         buckets: All buckets in model order, resident ones included.
         overlap_comm: Gather the next bucket while the current one is used.
+        on_written: Called with a bucket whose parameters the user may have written to.
     """
 
-    def __init__(self, buckets: Sequence[ParameterBucket], overlap_comm: bool) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[ParameterBucket],
+        overlap_comm: bool,
+        on_written: Callable[[ParameterBucket], None],
+    ) -> None:
         self.buckets = {bucket.layout.index: bucket for bucket in buckets}
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
         self._overlap_comm = overlap_comm
@@ -45,6 +51,8 @@ class ParameterCoordinator:
         self._users: Counter[int] = Counter()
         self._borrowed: list[Borrowed] = []
         self._is_held = False
+        self._on_written = on_written
+        self._opened: list[ParameterBucket] = []
 
     def bucket_of(self, parameter: nn.Parameter) -> ParameterBucket | None:
         """The bucket of a parameter; None for one that is in no bucket."""
@@ -54,6 +62,8 @@ class ParameterCoordinator:
     def forward_scope(self) -> Iterator[None]:
         """Everything that runs inside belongs to one step; what it gathered is given back after."""
         is_outermost = not self._borrowed
+        if is_outermost:
+            self.settle()
         self._borrowed.append([])
         try:
             yield
@@ -70,6 +80,7 @@ class ParameterCoordinator:
     @contextmanager
     def held(self) -> Iterator[None]:
         """All buckets are available while inside; the caller may write to parameters."""
+        self.settle()
         was_held, self._is_held = self._is_held, True
         try:
             for bucket in self.buckets.values():
@@ -102,8 +113,12 @@ class ParameterCoordinator:
         if bucket is None or bucket.status is ParamStatus.AVAILABLE:
             return
         self.need(bucket)
-        if self._borrowed and not bucket.is_resident:
+        if bucket.is_resident:
+            return
+        if self._borrowed:
             self._borrowed[-1].append(bucket)
+        elif not _compat.in_backward():
+            self._opened.append(bucket)
 
     def is_in_step(self) -> bool:
         """Whether a forward or a backward is running."""
@@ -123,10 +138,22 @@ class ParameterCoordinator:
             if upcoming is not None:
                 self._start(self.buckets[upcoming])
 
+    def settle(self) -> None:
+        """Give back what was read outside of any step, keeping what was written to it there."""
+        opened, self._opened = self._opened, []
+        for bucket in opened:
+            if bucket.status is ParamStatus.AVAILABLE:
+                bucket.keep_written_values()
+                self._on_written(bucket)
+                self._give_back(bucket)
+
     def before_update(self, bucket: ParameterBucket) -> None:
         """The bucket's shard is about to change: nothing may travel, no full copy may stay."""
+        self.settle()
         if bucket.is_resident:
             bucket.wait()
+            if bucket.was_written():
+                self._on_written(bucket)
         else:
             self._give_back(bucket)
 
@@ -156,6 +183,7 @@ class ParameterCoordinator:
         """Forget the step under way after an error; no new transfer is started."""
         self._users.clear()
         self._borrowed.clear()
+        self._opened.clear()
         self._is_held = False
         for order in self._orders.values():
             order.restart()
@@ -187,10 +215,13 @@ class ParameterCoordinator:
             if bucket.is_resident or self._users[index] or is_borrowed or index == next_use:
                 continue
             if bucket.status is ParamStatus.AVAILABLE:
-                bucket.reshard()
+                self._give_back(bucket)
 
     def _give_back(self, bucket: ParameterBucket) -> None:
         if bucket.status is ParamStatus.INFLIGHT:
             bucket.wait()
         if bucket.status is ParamStatus.AVAILABLE:
+            if bucket.was_written():
+                bucket.keep_written_values()
+                self._on_written(bucket)
             bucket.reshard()
