@@ -57,6 +57,9 @@ UNSUPPORTED = {
     "SparseAdam": "it takes sparse gradients only, and gradients travel in dense buckets",
 }
 
+TRIAL_LR = 0.1
+"""Learning rate of the trial of an unknown class."""
+
 
 def check_optimizer(optimizer: Optimizer, shard_by: str) -> None:
     """Refuse an optimizer that would train something else than it does on one device.
@@ -134,9 +137,17 @@ def _steps_slices_alike(optimizer: Optimizer) -> bool:
 def _twin(
     optimizer: Optimizer, options: dict[str, object], parameters: list[nn.Parameter]
 ) -> Optimizer:
-    """An optimizer with the same settings over other parameters, none of its state shared."""
+    """An optimizer with the same settings over other parameters, none of its state shared.
+
+    Only the learning rate is another one: a warm-up starts near zero, where no step shows anything.
+    """
     twin = copy.copy(optimizer)
+    for name, value in vars(optimizer).items():  # a copy of an optimizer loses its own attributes
+        vars(twin).setdefault(name, value)
     group = {key: copy.deepcopy(value) for key, value in options.items() if key != "params"}
+    if "lr" in group:
+        lr = group["lr"]
+        group["lr"] = torch.full_like(lr, TRIAL_LR) if isinstance(lr, torch.Tensor) else TRIAL_LR
     twin.param_groups = [{**group, "params": parameters}]
     twin.state = defaultdict(dict)
     return twin

@@ -169,3 +169,26 @@ def test_optimizer_whose_step_requires_a_closure_is_refused(shard_by):
 
     with pytest.raises(ValueError, match="NeedsClosure: its `step` requires a closure"):
         check_optimizer(NeedsClosure(parameters()), shard_by)
+
+
+class Scaled(Sign):
+    """Keeps a setting outside of its groups."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.factor = 0.5
+
+    def update(self, grad):
+        return self.factor * grad
+
+
+def test_custom_elementwise_optimizer_with_attributes_is_detected():
+    assert is_elementwise(Scaled(parameters()))
+
+
+@pytest.mark.parametrize("lr", [0.0, 1e-9])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_learning_rate_that_a_warmup_has_set_to_nothing_hides_no_norm(lr, as_tensor):
+    optimizer = Normalized(parameters(), lr=torch.tensor(lr) if as_tensor else lr)
+    assert not is_elementwise(optimizer)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(lr)
