@@ -236,6 +236,8 @@ class ParameterBucket:
 
 def _blanks(count: int, like: nn.Parameter) -> Tensor:
     """One value per parameter that cannot be taken for a weight: NaN, or the smallest integer."""
-    floating = like.dtype.is_floating_point
-    value = float("nan") if floating else torch.iinfo(like.dtype).min
+    if like.dtype.is_floating_point:
+        value = float("nan")
+    else:
+        value = 0 if like.dtype is torch.bool else torch.iinfo(like.dtype).min
     return torch.full((count,), value, dtype=like.dtype, device=like.device)

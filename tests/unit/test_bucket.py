@@ -303,6 +303,16 @@ def test_integer_parameters_read_as_their_smallest_value_while_away(dtype):
     assert torch.equal(parameters[0], values)
 
 
+def test_bool_parameter_comes_back():
+    values = torch.tensor([True, False, True])
+    parameters = [nn.Parameter(values.clone(), requires_grad=False)]
+    bucket = make_bucket(parameters)
+    bucket.reshard()
+    bucket.begin_unshard(0)
+    bucket.wait()
+    assert torch.equal(parameters[0], values)
+
+
 @pytest.mark.parametrize("is_resident", [False, True])
 def test_restored_parameters_own_their_values(is_resident):
     parameters = some_parameters()
