@@ -280,6 +280,7 @@ class ZeroEngine:
                 bucket.restore_parameters()
             self._buckets = []
             self.coordinator.forget_buckets()
+        self.table.release()
 
     def abandon(self) -> None:
         """Take the engine off the module without any transfer, after an error."""
@@ -338,7 +339,7 @@ class ZeroEngine:
                 raise ValueError(
                     f"{type(optimizer).__name__} holds {len(strangers)} parameter(s) that are"
                     f" not in the model (shapes {[tuple(shape) for shape in strangers[:5]]}):"
-                    " they would never be averaged over the ranks. Register them in the LightningModule."
+                    " they would never be averaged over the ranks. Register them in the model."
                 )
         for parameter, name in self._names.items():
             if isinstance(parameter, nn.UninitializedParameter):
@@ -363,7 +364,7 @@ class ZeroEngine:
                 f"{type(optimizer).__name__} is to train {strays[:5]}, which were frozen or missing"
                 " when training was set up: they are not partitioned, and would not"
                 " be averaged over the ranks. Let them require gradients from the start"
-                " (requires_grad_(True) before trainer.fit), or call trainer.fit again after the change."
+                " (requires_grad_(True) before trainer.fit), or call trainer.fit again."
             )
 
     @property

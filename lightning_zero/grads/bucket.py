@@ -144,6 +144,13 @@ class GradientBucket:
         self.arrived.clear()
         self.kept, self.late = self.late, set()
 
+    def take_faces_off(self) -> None:
+        """Leave no placeholder behind in ``param.grad``, and free the shard gradient."""
+        for parameter, face in zip(self.parameters, self._faces or self.parameters, strict=True):
+            if parameter.grad is face:
+                parameter.grad = None
+        self._faces, self._shard_grad = [], None
+
     def is_cleared(self, slot: int) -> bool:
         """Whether the user has cleared the gradient of a parameter since its last reduction."""
         grad = self.parameters[slot].grad

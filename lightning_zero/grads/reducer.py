@@ -136,10 +136,12 @@ class GradientReducer:
         self._pool.clear()
 
     def close(self) -> None:
-        """Stop watching the parameters."""
+        """Stop watching the parameters, and take what hangs on them off."""
         for handle in self._hooks:
             handle.remove()
         self._hooks = []
+        for bucket in self.buckets:
+            bucket.take_faces_off()
 
     def _watch(
         self, bucket: GradientBucket, slot: int, parameter: nn.Parameter

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -43,6 +44,12 @@ class MasterShard:
         if self._step_grad is None:
             self._step_grad = self.gradients.shard_grad.to(self.tensor.dtype)
         return self._step_grad
+
+    def release(self) -> None:
+        """Free a master that is the parameters' own shard; a copy stays for the next checkpoint."""
+        self.drop_step_grad()
+        if not self.has_copy:
+            self.tensor = torch.empty(0, device=self.tensor.device)
 
     def drop_step_grad(self) -> None:
         """Forget the gradient; the next use takes it from the bucket again."""
@@ -79,6 +86,11 @@ class MasterPiece:
         self.is_whole = piece.numel == slot.numel
         self.tensor = nn.Parameter(self.view(master.tensor.detach()))
 
+    def release(self) -> None:
+        """Keep the shape of the piece, but not its master; a copied master stays."""
+        if not self.master.has_copy:
+            self.tensor = nn.Parameter(torch.empty_like(self.tensor, device="meta"))
+
     @property
     def grad(self) -> Tensor:
         """Gradient of the piece, a view."""
@@ -114,6 +126,13 @@ class PieceTable:
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self.place
+
+    def release(self) -> None:
+        """Free what belongs to the parameters, once they are whole again."""
+        for piece in self._pieces.values():
+            piece.release()
+        for master in self.masters:
+            master.release()
 
     def piece(self, parameter: nn.Parameter) -> MasterPiece | None:
         """This rank's piece of a parameter; None if there is none."""

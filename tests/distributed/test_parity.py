@@ -50,7 +50,7 @@ def compare(world_size, trainer_options, module_options, zero_options):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_two_ranks_equal_ddp_bit_for_bit(variant):
     options = {"steps": STEPS, **VARIANTS[variant]}
-    for found in run_ranks(compare, 2, {}, options, {"bucket_numel": 3000}):
+    for found in run_ranks(compare, 2, 2, {}, options, {"bucket_numel": 3000}):
         for stage in STAGES:
             assert found[stage]["losses_equal"], (stage, found[stage])
             assert found[stage]["weights_equal"], (stage, found[stage])
@@ -60,34 +60,36 @@ def test_two_ranks_equal_ddp_bit_for_bit(variant):
 def test_bucket_size_and_overlap_do_not_change_a_bit(zero_options):
     for overlap_comm in (True, False):
         options = {**zero_options, "overlap_comm": overlap_comm}
-        for found in run_ranks(compare, 2, {}, {"steps": 4}, options):
+        for found in run_ranks(compare, 2, 2, {}, {"steps": 4}, options):
             assert all(found[stage]["weights_equal"] for stage in STAGES), (options, found)
 
 
 def test_accumulation_equals_ddp():
     """Stages 0 and 1 add up a window as DDP does; 2 and 3 average every micro-batch, then add."""
     options = {"accumulate_grad_batches": 2}
-    for found in run_ranks(compare, 2, options, {"steps": STEPS}, {}):
+    for found in run_ranks(compare, 2, 2, options, {"steps": STEPS}, {}):
         assert all(found[stage]["weights_equal"] for stage in (0, 1)), found
         assert all(found[stage]["difference"] <= 1e-6 for stage in (2, 3)), found
 
 
 def test_norm_clipping_is_within_an_ulp_of_ddp():
-    for found in run_ranks(compare, 2, {"gradient_clip_val": 0.5}, {"steps": STEPS}, {}):
+    for found in run_ranks(compare, 2, 2, {"gradient_clip_val": 0.5}, {"steps": STEPS}, {}):
         assert found[0]["weights_equal"], found
         assert all(found[stage]["difference"] <= 1e-6 for stage in (1, 2, 3)), found
 
 
 def test_value_clipping_equals_ddp_bit_for_bit():
     options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
-    for found in run_ranks(compare, 2, options, {"steps": 6}, {}):
+    for found in run_ranks(compare, 2, 2, options, {"steps": 6}, {}):
         assert all(found[stage]["weights_equal"] for stage in STAGES), found
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_other_world_sizes(world_size):
     """The order of the sum over ranks differs from the ring's; one rank has no sum."""
-    for found in run_ranks(compare, world_size, {}, {"steps": STEPS}, {"bucket_numel": 3000}):
+    for found in run_ranks(
+        compare, world_size, world_size, {}, {"steps": STEPS}, {"bucket_numel": 3000}
+    ):
         for stage in STAGES:
             assert found[stage]["difference"] <= (0.0 if world_size == 1 else 1e-6), found
 

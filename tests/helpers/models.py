@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -169,12 +170,18 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """Largest difference relative to the larger of 1 and the largest value of the tensor."""
+    """Largest difference relative to the larger of 1 and the largest value of the tensor.
+
+    Infinite where a value is not a number, as a weight that is not there.
+    """
     if a.keys() != b.keys():
         raise AssertionError(f"names differ: {sorted(a.keys() ^ b.keys())}")
     found = 0.0
     for name, value in a.items():
         if value.numel():
             scale = max(1.0, value.double().abs().max().item())
-            found = max(found, (value.double() - b[name].double()).abs().max().item() / scale)
+            gap = (value.double() - b[name].double()).abs().max().item() / scale
+            if math.isnan(gap):  # which max() would pass over
+                return math.inf
+            found = max(found, gap)
     return found
