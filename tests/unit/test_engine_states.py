@@ -1,0 +1,343 @@
+"""What the engine holds, keeps, writes and refuses, on one rank in a bare loop."""
+
+from __future__ import annotations
+
+import io
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from lightning_zero.checkpoint import consolidated
+from lightning_zero.params.parameter_dict import ZeroParameterDict
+from tests.helpers.single import (
+    VOCAB,
+    adamw,
+    assert_equal,
+    batches,
+    every_stage,
+    make_engine,
+    make_model,
+    running,
+    sgd,
+    train_plain,
+    train_zero,
+    weights,
+)
+
+
+@every_stage
+def test_close_restores_plain_parameters(stage):
+    plain, ours = make_model(), make_model()
+    optimizer, plain_optimizer = sgd(ours), sgd(plain)
+    train_plain(plain, plain_optimizer, 2)
+    engine = make_engine(ours, [optimizer], stage)
+    assert engine.is_open
+    train_zero(engine, optimizer, 2)
+    ours.zero_grad()
+    engine.close()
+    engine.close()
+    assert not engine.is_open
+    for module in ours.modules():
+        assert type(module._parameters) is dict
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
+    for parameter in ours.parameters():
+        assert parameter.untyped_storage().nbytes() == 4 * parameter.numel()
+        assert not parameter._backward_hooks
+        assert not parameter._post_accumulate_grad_hooks
+    ours(batches(1)[0]).backward()
+    plain(batches(1)[0]).backward()
+    grads = {name: p.grad for name, p in ours.named_parameters()}
+    assert_equal(grads, {name: p.grad for name, p in plain.named_parameters()})
+
+
+@every_stage
+def test_model_is_evaluated_as_in_plain_torch(stage):
+    plain, ours = make_model(), make_model()
+    optimizer, batch = adamw(ours), batches(1)[0]
+    with running(ours, [optimizer], stage) as engine, torch.no_grad():
+        assert torch.equal(ours(batch), plain(batch))
+        engine.module.eval()
+        assert torch.equal(ours(batch), plain(batch))
+
+
+def test_stage_3_holds_shards_only_between_steps():
+    ours = make_model()
+    optimizer = adamw(ours)
+    with running(ours, [optimizer], 3) as engine:
+        train_zero(engine, optimizer, 2)
+        assert all(p.isnan().all() for p in engine.buckets[0].parameters)
+        assert all(b.flat.untyped_storage().nbytes() == 0 for b in engine.buckets)
+
+
+def test_weight_read_outside_of_a_forward_has_its_value():
+    ours = make_model()
+    expected = ours.head.weight.detach().clone()
+    with running(ours, [adamw(ours)], 3):
+        assert torch.equal(ours.head.weight, expected)
+
+
+@every_stage
+@pytest.mark.parametrize("writeback", [True, False])
+def test_full_params_shows_all_values_and_keeps_writes_on_demand(stage, writeback):
+    ours = make_model()
+    expected = weights(ours)
+    with running(ours, [adamw(ours)], stage) as engine, engine.full_params(writeback=writeback):
+        assert_equal({n: p.detach() for n, p in ours.named_parameters()}, expected)
+        if writeback:
+            with torch.no_grad():
+                ours.scale.fill_(3.0)
+    assert ours.scale.item() == (3.0 if writeback else 1.5)
+
+
+@every_stage
+def test_module_state_dict_is_that_of_plain_torch(stage):
+    plain, ours = make_model(tied=True), make_model(tied=True)
+    train_plain(plain, adamw(plain), 2)
+    optimizer = adamw(ours)
+    with running(ours, [optimizer], stage) as engine:
+        train_zero(engine, optimizer, 2)
+        state = consolidated.module_state_dict(engine, ours)
+    assert_equal(state, plain.state_dict())
+    tied = ("token.weight", "head.weight")
+    assert len({state[name].data_ptr() for name in tied}) == 1
+    written = io.BytesIO()
+    torch.save(state, written)
+    elements = sum(p.numel() for p in plain.parameters())
+    assert len(written.getvalue()) < 4 * elements + 10_000
+
+
+@every_stage
+@pytest.mark.parametrize("make_optimizer", [adamw, sgd])
+def test_optimizer_state_round_trips_and_is_that_of_plain_torch(stage, make_optimizer):
+    plain, ours, resumed = make_model(), make_model(), make_model()
+    plain_optimizer, optimizer = make_optimizer(plain), make_optimizer(ours)
+    train_plain(plain, plain_optimizer, 2)
+    with running(ours, [optimizer], stage) as engine:
+        train_zero(engine, optimizer, 2)
+        module_state = consolidated.module_state_dict(engine, ours)
+        state = consolidated.optimizer_state_dict(engine, optimizer)
+    expected = plain_optimizer.state_dict()
+    assert state["param_groups"] == expected["param_groups"]
+    assert state["state"].keys() == expected["state"].keys()
+    for number, saved in expected["state"].items():
+        assert_equal(state["state"][number], saved)
+    resumed.load_state_dict(module_state)
+    resumed_optimizer = make_optimizer(resumed)
+    with running(resumed, [resumed_optimizer], stage) as engine:
+        consolidated.load_optimizer_state_dict(engine, resumed_optimizer, state)
+        train_zero(engine, resumed_optimizer, 2)
+    train_plain(plain, plain_optimizer, 2)
+    assert_equal(weights(resumed), weights(plain))
+
+
+def test_optimizer_state_of_other_groups_is_refused():
+    ours = make_model()
+    optimizer = adamw(ours)
+    with running(ours, [optimizer], 1) as engine:
+        state = {"state": {}, "param_groups": [{"params": [0]}]}
+        with pytest.raises(ValueError, match=r"parameter groups of \[1\] parameters"):
+            consolidated.load_optimizer_state_dict(engine, optimizer, state)
+
+
+class OneWeight(nn.Module):
+    """d loss / d weight is 1."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=dtype))
+
+    def forward(self, _):
+        return self.weight.sum()
+
+
+@every_stage
+@pytest.mark.parametrize("is_accumulated", [False, True])
+def test_bf16_parameters_with_fp32_masters_take_small_steps(stage, is_accumulated):
+    """In bf16 alone 1 - 0.001 rounds to 1, and nothing ever moves."""
+    ours = OneWeight(torch.bfloat16)
+    optimizer = SGD(ours.parameters(), lr=1e-3)
+    with running(ours, [optimizer], stage) as engine:
+        for _ in range(100):
+            with engine.no_sync() if is_accumulated else nullcontext():
+                engine.backward(ours(None))
+            engine.step(optimizer)
+            optimizer.zero_grad()
+        (master,) = engine.table.masters
+        assert master.has_copy
+        assert torch.allclose(master.tensor[:3], torch.full((3,), 0.9), rtol=1e-5)
+        state = consolidated.optimizer_state_dict(engine, optimizer)["state"][0]
+    assert state[consolidated.MASTER_KEY].dtype is torch.float32
+    assert torch.allclose(state[consolidated.MASTER_KEY], torch.full((3,), 0.9), rtol=1e-5)
+    assert torch.equal(ours.weight, torch.full((3,), 0.9, dtype=torch.bfloat16))
+
+
+@every_stage
+def test_bf16_parameters_without_masters_round_as_in_plain_torch(stage):
+    ours = OneWeight(torch.bfloat16)
+    optimizer = SGD(ours.parameters(), lr=1e-3)
+    with running(ours, [optimizer], stage, master_weights=False) as engine:
+        for _ in range(5):
+            engine.backward(ours(None))
+            engine.step(optimizer)
+            optimizer.zero_grad()
+        assert not engine.table.masters[0].has_copy
+    assert torch.equal(ours.weight, torch.ones(3, dtype=torch.bfloat16))
+
+
+@every_stage
+def test_master_weights_round_trip_through_a_checkpoint(stage):
+    first, second = OneWeight(torch.bfloat16), OneWeight(torch.bfloat16)
+    states = []
+    for module in (first, second):
+        optimizer = SGD(module.parameters(), lr=1e-3)
+        with running(module, [optimizer], stage) as engine:
+            if states:
+                consolidated.load_optimizer_state_dict(engine, optimizer, states[0])
+            for _ in range(10):
+                engine.backward(module(None))
+                engine.step(optimizer)
+                optimizer.zero_grad()
+            states.append(consolidated.optimizer_state_dict(engine, optimizer))
+    masters = [state["state"][0][consolidated.MASTER_KEY] for state in states]
+    assert torch.allclose(masters[0], torch.full((3,), 0.99), rtol=1e-6)
+    assert torch.allclose(masters[1], torch.full((3,), 0.98), rtol=1e-6)
+
+
+@every_stage
+def test_reduce_dtype_rounds_gradients_and_nothing_else(stage):
+    plain, ours = make_model(), make_model()
+    plain_optimizer, optimizer = sgd(plain), sgd(ours)
+    with running(ours, [optimizer], stage, reduce_dtype="bfloat16") as engine:
+        for batch in batches(3):
+            plain(batch).backward()
+            for parameter in plain.parameters():
+                parameter.grad = parameter.grad.bfloat16().float()
+            plain_optimizer.step()
+            plain_optimizer.zero_grad()
+            engine.backward(ours(batch))
+            engine.step(optimizer)
+            optimizer.zero_grad()
+    assert_equal(weights(ours), weights(plain))
+
+
+@every_stage
+def test_shards_start_at_16_byte_boundaries_whatever_the_dtypes(stage):
+    ours = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3).bfloat16(), nn.Linear(3, 1).double())
+    with running(ours, [sgd(ours)], stage, bucket_numel=1) as engine:
+        for bucket in engine.buckets:
+            assert bucket.layout.shard_numel * bucket.dtype.itemsize % 16 == 0
+            offsets = [slot.offset * bucket.dtype.itemsize for slot in bucket.layout.slots]
+            assert all(offset % 16 == 0 for offset in offsets)
+
+
+@every_stage
+def test_measured_bytes_follow_the_formula_on_one_rank(stage):
+    ours = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    optimizer = AdamW(ours.parameters())
+    with running(ours, [optimizer], stage, bucket_numel=64 * 64) as engine:
+        engine.backward(ours(torch.ones(1, 64)).sum())
+        engine.step(optimizer)
+        states = engine.measure()
+    elements = 2 * 64 * 64
+    assert states.parameters_nbytes == pytest.approx(4 * elements, rel=0.01)
+    assert states.gradients_nbytes == pytest.approx(4 * elements, rel=0.01)
+    assert states.optimizer_nbytes == pytest.approx(8 * elements, rel=0.01)
+
+
+@every_stage
+def test_error_in_backward_leaves_an_engine_that_trains_on(stage):
+    plain, ours = make_model(), make_model()
+    optimizer = sgd(ours)
+    batch = batches(1)[0]
+
+    def fail(grad):
+        raise RuntimeError("on purpose")
+
+    with running(ours, [optimizer], stage) as engine:
+        loss = ours(batch)
+        hooked = ours.blocks[0].norm.weight.register_hook(fail)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            engine.backward(loss)
+        hooked.remove()
+        engine.abort_step()
+        optimizer.zero_grad()
+        train_zero(engine, optimizer, 2)
+    train_plain(plain, sgd(plain), 2)
+    assert_equal(weights(ours), weights(plain))
+
+
+@every_stage
+def test_forward_that_raises_leaves_an_engine_that_trains_on(stage):
+    plain, ours = make_model(), make_model()
+    optimizer = sgd(ours)
+    with running(ours, [optimizer], stage) as engine:
+        with pytest.raises(IndexError):
+            ours(torch.full((1, 2), VOCAB + 5))
+        engine.abort_step()
+        train_zero(engine, optimizer, 2)
+    train_plain(plain, sgd(plain), 2)
+    assert_equal(weights(ours), weights(plain))
+
+
+def test_abandoned_engine_is_off_the_module():
+    ours = make_model()
+    engine = make_engine(ours, [sgd(ours)], 3)
+    engine.abandon()
+    assert not engine.is_open
+    assert not any(isinstance(m._parameters, ZeroParameterDict) for m in ours.modules())
+
+
+@every_stage
+def test_optimizer_of_strangers_is_refused(stage):
+    stranger = nn.Parameter(torch.ones(2))
+    ours = make_model()
+    with pytest.raises(ValueError, match=r"1 parameter\(s\) that are not in the model"):
+        make_engine(ours, [SGD([*ours.parameters(), stranger], lr=0.1)], stage)
+
+
+@every_stage
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_lazy_parameter_is_refused_by_name(stage):
+    ours = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match=r"'0.weight' has no shape yet"):
+        make_engine(ours, [], stage)
+
+
+@every_stage
+def test_complex_parameter_is_refused_by_name(stage):
+    ours = nn.Module()
+    ours.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"'phase' is complex"):
+        make_engine(ours, [], stage)
+
+
+@every_stage
+def test_parameter_unfrozen_after_setup_is_refused_at_the_step(stage):
+    ours = make_model()
+    ours.head.requires_grad_(False)
+    optimizer = sgd(ours)
+    with running(ours, [optimizer], stage) as engine:
+        ours.head.requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"is to train \['head.weight'\]"):
+            engine.step(optimizer)
+
+
+@every_stage
+def test_module_without_trainable_parameters_is_evaluated(stage):
+    ours = make_model().requires_grad_(False)
+    batch = batches(1)[0]
+    expected = ours(batch)
+    with running(ours, [], stage):
+        assert torch.equal(ours(batch), expected)
+
+
+@every_stage
+def test_module_without_parameters_is_taken(stage):
+    ours = nn.Sequential(nn.ReLU())
+    with running(ours, [], stage) as engine:
+        assert ours(torch.tensor([-1.0])).item() == 0.0
+        assert not engine.buckets
