@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import OptimizedModule
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle as RemovableHandle
 
@@ -72,3 +73,17 @@ def after_gradient(
 def callbacks_of(trainer: Any) -> list[Any]:
     """The callbacks of a Trainer, which it sets outside of its constructor."""
     return list(trainer.callbacks)
+
+
+def compiled_modules(root: nn.Module) -> list[nn.Module]:
+    """Modules in a tree that torch.compile traces as a whole, the outermost ones."""
+    if getattr(root, "_compiler_ctx", None) is not None:  # trainer.fit(torch.compile(module))
+        return [root]
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in root.modules():
+        is_compiled = isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+        if is_compiled and module not in inside:
+            found.append(module)
+            inside.update(module.modules())
+    return found

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero import _compat
 from lightning_zero.comm import ShardGroups
 from lightning_zero.config import ZeroOptions
 from lightning_zero.grads.bucket import GradientBucket
@@ -33,7 +34,7 @@ from lightning_zero.memory.pool import BufferPool
 from lightning_zero.optim import geometry
 from lightning_zero.optim.agreement import GradientAgreement
 from lightning_zero.optim.pieces import MasterShard, PieceTable, parameters_of
-from lightning_zero.params.bucket import ParameterBucket, ParamStatus
+from lightning_zero.params.bucket import ParameterBucket, ParamStatus, is_placeholder
 from lightning_zero.params.buffers import BufferSync
 from lightning_zero.params.units import Unit, module_units
 from lightning_zero.plan.layout import (
@@ -79,6 +80,7 @@ class ZeroEngine:
 
     Raises:
         ValueError: An optimizer or a parameter cannot be used.
+        RuntimeError: A parameter has lost its values in an earlier error.
     """
 
     def __init__(
@@ -123,6 +125,9 @@ class ZeroEngine:
         self._hooks: ModuleHooks | None = ModuleHooks(
             module, self._units, self.coordinator, self.step_scope
         )
+        traced = {p for outer in _compat.compiled_modules(module) for p in outer.parameters()}
+        # Reads inside of traced code are not seen, so nothing may be in flight there.
+        self._traced_buckets = {b for b in self._buckets if not traced.isdisjoint(b.parameters)}
         self.coordinator.release_all()
 
     # One step, in the order of its calls.
@@ -283,10 +288,19 @@ class ZeroEngine:
         self.table.release()
 
     def abandon(self) -> None:
-        """Take the engine off the module without any transfer, after an error."""
-        if self._hooks is not None:
-            self.abort_step()
-            self._take_off()
+        """Take the engine off the module without any transfer, after an error.
+
+        Sharded parameters are whole again where one rank holds all of them, else they stay NaN.
+        """
+        if self._hooks is None:
+            return
+        self.abort_step()
+        self._take_off()
+        if self._shard_world_size == 1:
+            for bucket in self._buckets:
+                bucket.restore_from_shard()
+            self._buckets = []
+            self.coordinator.forget_buckets()
 
     @property
     def is_open(self) -> bool:
@@ -341,6 +355,11 @@ class ZeroEngine:
                     f" not in the model (shapes {[tuple(shape) for shape in strangers[:5]]}):"
                     " they would never be averaged over the ranks. Register them in the model."
                 )
+        if self._policy.shards_parameters and _compat.compiled_modules(self.module):
+            raise ValueError(
+                "stage 3 cannot train a module that torch.compile has compiled: its parameters are"
+                " not there while it is traced. Use stage 1 or 2, or do not compile."
+            )
         for parameter, name in self._names.items():
             if isinstance(parameter, nn.UninitializedParameter):
                 raise ValueError(
@@ -428,7 +447,7 @@ class ZeroEngine:
         for bucket in updated:
             if bucket.is_resident:
                 bucket.begin_unshard(key=bucket.layout.index)
-                if not self.options.overlap_comm:
+                if not self.options.overlap_comm or bucket in self._traced_buckets:
                     bucket.wait()
 
     def _take_off(self) -> None:
@@ -439,7 +458,18 @@ class ZeroEngine:
 
 
 def broadcast_module(module: nn.Module, groups: ShardGroups) -> None:
-    """Give all ranks the parameters and buffers of rank 0."""
+    """Give all ranks the parameters and buffers of rank 0.
+
+    Raises:
+        RuntimeError: A parameter has lost its values in an earlier error.
+    """
+    for name, parameter in module.named_parameters():
+        if is_placeholder(parameter):
+            raise RuntimeError(
+                f"{name!r} has no values: training of this model ended with an error while its"
+                " parameters were sharded over the ranks. Make the model anew, or load a"
+                " checkpoint into a new one."
+            )
     tensors = [parameter.data for parameter in module.parameters()]
     groups.control.broadcast(tensors + [buffer.data for buffer in module.buffers()])
 

@@ -160,6 +160,7 @@ class ZeroStrategy(DDPStrategy):
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
+        self._check_backend()
         if self._groups is None:
             self._groups = ShardGroups.create(self._timeout)
         broadcast_module(self.model, self._groups)
@@ -333,6 +334,13 @@ class ZeroStrategy(DDPStrategy):
                     f"{type(callback).__name__} averages full weights on every rank, which are not"
                     " in memory at stage 3. Use stage 1 or 2 with it."
                 )
+
+    def _check_backend(self) -> None:
+        if self.process_group_backend == "gloo" and self.root_device.type != "cpu":
+            raise ValueError(
+                f"process_group_backend='gloo' cannot send tensors of {self.root_device.type!r}"
+                " from rank to rank. Leave it out: the backend of the device is the default."
+            )
 
     def _check_started_ranks(self) -> None:
         """Ranks that a launcher did not start would be waited for."""

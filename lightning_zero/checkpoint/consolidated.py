@@ -215,8 +215,8 @@ def _assemble(master: MasterShard, local: _Local, key: str, dtype: torch.dtype) 
 
 def _gather_flat(collectives: Collectives, shard: Tensor, layout: BucketLayout) -> Tensor | None:
     """All shards of a bucket end to end on the CPU of rank 0; None on other ranks."""
-    shards = collectives.gather(shard, layout.index)
-    return None if shards is None else torch.cat([part.cpu() for part in shards])
+    flat = collectives.gather(shard, layout.index)
+    return None if flat is None else flat.cpu()
 
 
 def _cut(flat: Tensor, slot: Slot) -> Tensor:

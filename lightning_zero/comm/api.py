@@ -77,8 +77,8 @@ class Collectives(ABC):
         """Overwrite tensors of any shape and dtype with those of rank 0."""
 
     @abstractmethod
-    def gather(self, shard: Tensor, key: int) -> list[Tensor] | None:
-        """Bring one 1-D tensor per rank, all of one length, to rank 0; None on the others."""
+    def gather(self, shard: Tensor, key: int) -> Tensor | None:
+        """Bring one 1-D [S] tensor per rank to rank 0, end to end 1-D [N]; None on the others."""
 
     @abstractmethod
     def gather_objects(self, value: Any) -> list[Any] | None:

@@ -70,9 +70,9 @@ class SingleProcess(Collectives):
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """See the base class."""
 
-    def gather(self, shard: Tensor, key: int) -> list[Tensor] | None:
+    def gather(self, shard: Tensor, key: int) -> Tensor | None:
         """See the base class."""
-        return [shard]
+        return shard
 
     def gather_objects(self, value: Any) -> list[Any] | None:
         """See the base class."""
@@ -130,20 +130,20 @@ class _GroupCollectives(Collectives):
             for tensor, part in zip(chunk, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
-    def gather(self, shard: Tensor, key: int) -> list[Tensor] | None:
+    def gather(self, shard: Tensor, key: int) -> Tensor | None:
         """See the base class."""
         shard = shard.contiguous()
         if self.rank != 0:
             dist.send(shard, self._rank_zero, group=self._group, tag=self._tag(key))
             self.sent_nbytes += shard.nbytes
             return None
-        shards = [shard]
+        flat = shard.new_empty(self.world_size * shard.numel())
+        parts = flat.view(self.world_size, shard.numel())
+        parts[0].copy_(shard)
         for peer in range(1, self.world_size):
-            received = torch.empty_like(shard)
             source = dist.get_global_rank(self._group, peer)
-            dist.recv(received, source, group=self._group, tag=self._tag(key))
-            shards.append(received)
-        return shards
+            dist.recv(parts[peer], source, group=self._group, tag=self._tag(key))
+        return flat
 
     def gather_objects(self, value: Any) -> list[Any] | None:
         """See the base class."""

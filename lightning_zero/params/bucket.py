@@ -213,7 +213,21 @@ class ParameterBucket:
         """
         if self.status is not ParamStatus.AVAILABLE:
             raise RuntimeError(f"{self}: restore_parameters() while {self.status.value}")
-        for view, parameter in zip(self._views, self.parameters, strict=True):
+        self._restore(self.flat)
+
+    def restore_from_shard(self) -> None:
+        """As :meth:`restore_parameters` in any state, where the shard is all there is.
+
+        Raises:
+            RuntimeError: Other ranks hold shards, too.
+        """
+        if self.layout.world_size != 1:
+            raise RuntimeError(f"{self}: {self.layout.world_size} ranks hold shards, not one")
+        self._restore(self.shard)
+
+    def _restore(self, flat: Tensor) -> None:
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            view = flat.as_strided(slot.shape, slot.stride, flat.storage_offset() + slot.offset)
             parameter.data = view.clone(memory_format=torch.preserve_format)
         self._views = []
         self.flat = self.shard = torch.empty(0)
@@ -232,6 +246,17 @@ class ParameterBucket:
         names = [slot.fqn for slot in self.layout.slots]
         shown = names if len(names) <= 2 else [names[0], "...", names[-1]]
         return f"bucket {self.layout.index} ({', '.join(shown)})"
+
+
+def is_placeholder(parameter: Tensor) -> bool:
+    """Whether a tensor of more than one element is the NaN that stands for a parameter."""
+    if isinstance(parameter, nn.UninitializedParameter) or parameter.is_meta:
+        return False
+    if parameter.layout is not torch.strided or parameter.numel() <= 1:
+        return False
+    places = zip(parameter.stride(), parameter.shape, strict=True)
+    is_one_value = not any(stride for stride, numel in places if numel > 1)
+    return is_one_value and bool(parameter.detach().flatten()[:1].isnan().any())
 
 
 def _blanks(count: int, like: nn.Parameter) -> Tensor:

@@ -45,11 +45,14 @@ class ModuleHooks:
         self._root = root
         self._coordinator = coordinator
         self._handles: list[RemovableHandle] = []
+        compiled = _compat.compiled_modules(root)
+        traced = {inner for outer in compiled for inner in outer.modules()}
         for module in root.modules():
-            parameter_dict.install(module, coordinator.on_access, self._on_listing)
+            if module not in traced:  # what torch.compile traces must not meet our hooks
+                parameter_dict.install(module, coordinator.on_access, self._on_listing)
         for unit in units:
-            if unit.module is not root:
-                self._watch_unit(unit)
+            if unit.module is not root and unit.module not in traced:
+                self._watch_unit(unit.module, unit.uses)
         self._watch_root(step_scope)
 
     def remove(self) -> None:
@@ -68,11 +71,11 @@ class ModuleHooks:
             if bucket is not None and (bucket.is_resident or self._coordinator.is_in_step()):
                 self._coordinator.on_access(parameter)
 
-    def _watch_unit(self, unit: Unit) -> None:
-        buckets = _buckets_of(unit, self._coordinator)
+    def _watch_unit(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        buckets = _buckets_of(parameters, self._coordinator)
         if buckets:
             self._register(
-                unit.module,
+                module,
                 lambda: self._coordinator.before(buckets),
                 lambda: self._coordinator.after(buckets),
             )
@@ -182,10 +185,12 @@ def _storage_key(tensor: Tensor) -> int:
         return 0
 
 
-def _buckets_of(unit: Unit, coordinator: ParameterCoordinator) -> list[ParameterBucket]:
-    """Buckets of a unit, each once, in order."""
+def _buckets_of(
+    parameters: Sequence[nn.Parameter], coordinator: ParameterCoordinator
+) -> list[ParameterBucket]:
+    """Buckets of parameters, each once, in order."""
     found: dict[int, ParameterBucket] = {}
-    for parameter in unit.uses:
+    for parameter in parameters:
         bucket = coordinator.bucket_of(parameter)
         if bucket is not None:
             found[bucket.layout.index] = bucket
