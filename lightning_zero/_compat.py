@@ -36,6 +36,11 @@ def trainer_accelerator(trainer: Any) -> Any:
     return trainer._accelerator_connector.accelerator
 
 
+def trainer_of(module: Any) -> Any:
+    """The Trainer a LightningModule is attached to; None without one, where its property raises."""
+    return module._trainer
+
+
 def is_wrapped(optimizer: Any) -> bool:
     """Whether this is Lightning's wrapper, which pretends to be of its optimizer's class."""
     return "_optimizer" in vars(optimizer) and "_strategy" in vars(optimizer)

@@ -191,7 +191,7 @@ class ZeroStrategy(DDPStrategy):
         engine, self._engine = self._engine, None
         module = self.lightning_module
         if engine is not None:
-            trainer = None if module is None else module._trainer
+            trainer = None if module is None else _compat.trainer_of(module)
             if trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED:
                 engine.abandon()  # other ranks may be gone: nothing may wait for them
             else:

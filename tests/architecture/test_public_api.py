@@ -1,0 +1,107 @@
+"""What users see: names, keywords, docstrings, registered strategies."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+
+import lightning_zero
+from lightning_zero import ZeroStrategy
+from tests.architecture.source import decorators, trees
+
+KEYWORDS = {  # in order, with their defaults
+    "stage": 3,
+    "overlap_comm": True,
+    "bucket_numel": None,
+    "master_weights": None,
+    "reduce_dtype": None,
+    "shard_by": "element",
+    "timeout": lightning_zero.strategy.DEFAULT_TIMEOUT,
+    "start_method": "popen",
+    "process_group_backend": None,
+    "accelerator": None,
+    "parallel_devices": None,
+    "cluster_environment": None,
+    "checkpoint_io": None,
+    "precision_plugin": None,
+}
+FUNCTIONS = (ast.FunctionDef, ast.ClassDef)
+
+
+def test_package_exports_these_names():
+    assert sorted(lightning_zero.__all__) == [
+        "ShardGroups",
+        "ZeroEngine",
+        "ZeroOptions",
+        "ZeroStrategy",
+        "__version__",
+    ]
+    assert all(hasattr(lightning_zero, name) for name in lightning_zero.__all__)
+
+
+def test_version_is_a_release_number():
+    assert re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc|\.dev)\d+)?", lightning_zero.__version__)
+
+
+def test_strategy_takes_exactly_the_documented_keywords():
+    parameters = inspect.signature(ZeroStrategy).parameters
+    assert {name: p.default for name, p in parameters.items()} == KEYWORDS
+    assert list(parameters) == list(KEYWORDS)
+
+
+def test_strategy_takes_only_the_stage_by_position():
+    kinds = {name: p.kind for name, p in inspect.signature(ZeroStrategy).parameters.items()}
+    assert kinds.pop("stage") is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert set(kinds.values()) == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_strategy_documents_each_keyword():
+    text = inspect.getdoc(ZeroStrategy)
+    text = text[text.index("Args:") : text.index("Raises:")]
+    documented = re.findall(r"^    (\w+):", text, flags=re.MULTILINE)
+    assert documented == list(KEYWORDS)
+
+
+def test_strategy_is_a_ddp_strategy():
+    assert issubclass(ZeroStrategy, DDPStrategy)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_registered_name_makes_a_strategy_of_its_stage(stage):
+    name = f"zero_stage_{stage}"
+    assert name in StrategyRegistry.available_strategies()
+    strategy = Trainer(accelerator="cpu", devices=1, strategy=name, logger=False).strategy
+    assert type(strategy) is ZeroStrategy
+    assert strategy.options.stage == stage
+
+
+def test_no_other_names_are_registered():
+    ours = {name for name in StrategyRegistry.available_strategies() if name.startswith("zero")}
+    assert ours == {"zero_stage_1", "zero_stage_2", "zero_stage_3"}
+
+
+@pytest.mark.parametrize("file", sorted(trees()))
+def test_public_things_have_a_docstring(file):
+    tree = trees()[file]
+    assert ast.get_docstring(tree), f"{file} says nothing of itself"
+    missing = [name for name, node in _public("", tree) if not _is_documented(node)]
+    assert not missing, f"{file}: no docstring at {missing}"
+
+
+def _public(prefix, node):
+    """Public functions and classes, and the public methods of those."""
+    for child in node.body:
+        if isinstance(child, FUNCTIONS) and not child.name.startswith("_"):
+            yield f"{prefix}{child.name}", child
+            if isinstance(child, ast.ClassDef):
+                yield from _public(f"{child.name}.", child)
+
+
+def _is_documented(node):
+    has_another_owner = bool(decorators(node) & {"override", "setter"})
+    return has_another_owner or ast.get_docstring(node) is not None
