@@ -161,10 +161,12 @@ class GradientBucket:
 
     def has_unreduced(self) -> bool:
         """Whether a parameter holds a local gradient that no reduction has taken."""
-        return any(
-            parameter.grad is not None and (not self._faces or parameter.grad is not face)
-            for parameter, face in zip(self.parameters, self._faces or self.parameters, strict=True)
-        )
+        return any(self.is_unreduced(slot) for slot in range(len(self.parameters)))
+
+    def is_unreduced(self, slot: int) -> bool:
+        """Whether ``param.grad`` is a local gradient, not a face."""
+        grad = self.parameters[slot].grad
+        return grad is not None and not (self._faces and grad is self._faces[slot])
 
     def _make_face(self, slot: int) -> Tensor:
         place, parameter = self.layout.slots[slot], self.parameters[slot]

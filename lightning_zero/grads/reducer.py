@@ -112,8 +112,7 @@ class GradientReducer:
         synchronises, self.synchronises = self.synchronises, True
         for bucket in reversed(self.buckets):
             for slot, parameter in enumerate(bucket.parameters):
-                bucket.note_face(slot)
-                if parameter.grad is not None:
+                if bucket.is_unreduced(slot):
                     self._collect(bucket, slot, parameter)
         self.finish()
         self.synchronises = synchronises
