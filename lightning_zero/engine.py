@@ -241,23 +241,22 @@ class ZeroEngine:
     # Around steps.
 
     @contextmanager
-    def full_params(self, writeback: bool = False) -> Iterator[None]:
-        """While inside, all parameters are whole; to be entered and left on all ranks.
+    def full_params(
+        self, module: nn.Module | None = None, writeback: bool = False
+    ) -> Iterator[None]:
+        """While inside, parameters are whole; to be entered and left on all ranks.
 
         Args:
+            module: Part of the model whose parameters are wanted; None for the whole model.
             writeback: Keep what was written to parameters; every rank must write the same values.
         """
-        with self.coordinator.held():
+        wanted = {self.coordinator.bucket_of(p) for p in (module or self.module).parameters()}
+        buckets = [bucket for bucket in self._buckets if bucket in wanted]
+        with self.coordinator.held(buckets):
             yield
-            if writeback:
-                for bucket in self._buckets:
-                    bucket.keep_written_values()
-                self.refresh_masters()
-
-    def refresh_masters(self) -> None:
-        """Take the present parameters as new master weights."""
-        for master in self.table.masters:
-            master.refresh()
+            for bucket in buckets if writeback else ():
+                bucket.keep_written_values()
+                self._refresh_master(bucket)
 
     def _refresh_master(self, bucket: ParameterBucket) -> None:
         for master in self.table.masters:
@@ -279,7 +278,7 @@ class ZeroEngine:
         """
         if self._hooks is None:
             return
-        with self.coordinator.held():
+        with self.coordinator.held(self._buckets):
             self._take_off()
             for bucket in self._buckets:
                 bucket.restore_parameters()

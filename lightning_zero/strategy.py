@@ -254,15 +254,15 @@ class ZeroStrategy(DDPStrategy):
     def full_params(
         self, module: nn.Module | None = None, writeback: bool = False
     ) -> Iterator[None]:
-        """While inside, all parameters have their full values; to be entered and left on all ranks.
+        """While inside, parameters have their full values; to be entered and left on all ranks.
 
         Args:
-            module: Not used yet to narrow the choice: all parameters of the model are made whole.
+            module: Part of the model whose parameters are wanted; None for the whole model.
             writeback: Keep what was written to parameters; all ranks must write the same values.
         """
         scope: AbstractContextManager[None] = nullcontext()
         if self._engine is not None:
-            scope = self._engine.full_params(writeback)
+            scope = self._engine.full_params(module, writeback)
         with scope:
             yield
 

@@ -78,12 +78,12 @@ class ParameterCoordinator:
                     self._release_unused(borrowed)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """All buckets are available while inside; the caller may write to parameters."""
+    def held(self, buckets: Sequence[ParameterBucket]) -> Iterator[None]:
+        """Buckets are available, and nothing is given back, while inside."""
         self.settle()
         was_held, self._is_held = self._is_held, True
         try:
-            for bucket in self.buckets.values():
+            for bucket in buckets:
                 self._start(bucket)
                 bucket.wait()
             yield
