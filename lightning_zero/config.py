@@ -20,6 +20,20 @@ _DTYPE_NAMES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class StagePolicy:
+    """What a stage shards. The only place where a stage is a number."""
+
+    shards_optimizer: bool
+    shards_gradients: bool
+    shards_parameters: bool
+
+    @classmethod
+    def of(cls, stage: int) -> StagePolicy:
+        """Policy of stage 0, 1, 2 or 3."""
+        return cls(stage >= 1, stage >= 2, stage >= 3)
+
+
 @dataclass(kw_only=True, slots=True)
 class ZeroOptions:
     """What the engine shards, and how.
@@ -72,6 +86,11 @@ class ZeroOptions:
             if not isinstance(value, bool) and not (name == "master_weights" and value is None):
                 raise ValueError(f"{name} must be True or False, got {value!r}")
         self.reduce_dtype = _floating_dtype(self.reduce_dtype)
+
+    @property
+    def policy(self) -> StagePolicy:
+        """What the stage shards."""
+        return StagePolicy.of(self.stage)
 
     @property
     def wire_dtype(self) -> torch.dtype | None:

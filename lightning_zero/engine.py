@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -25,44 +24,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero import _compat
+from lightning_zero.checkpoint import consolidated
 from lightning_zero.comm import ShardGroups
 from lightning_zero.config import ZeroOptions
-from lightning_zero.grads.bucket import GradientBucket
 from lightning_zero.grads.reducer import GradientReducer
 from lightning_zero.memory.measure import ModelStateBytes, storage_nbytes
 from lightning_zero.memory.pool import BufferPool
-from lightning_zero.optim import geometry
 from lightning_zero.optim.agreement import GradientAgreement
 from lightning_zero.optim.pieces import MasterShard, PieceTable, parameters_of
-from lightning_zero.params.bucket import ParameterBucket, ParamStatus, is_placeholder
+from lightning_zero.params.bucket import ParameterBucket, ParamStatus
 from lightning_zero.params.buffers import BufferSync
-from lightning_zero.params.units import Unit, module_units
-from lightning_zero.plan.layout import (
-    BucketLayout,
-    ParameterSpec,
-    default_bucket_numel,
-    plan_buckets,
-)
+from lightning_zero.partition import broadcast_module, check_model, partition
 from lightning_zero.prefetch.coordinator import ParameterCoordinator
 from lightning_zero.prefetch.hooks import ModuleHooks, forward_scope
 
-ALIGN_NBYTES = 64
 ABORT_TIMEOUT = timedelta(seconds=5)
 """How long an abort waits for transfers under way; their buffers are given up after it."""
-
-
-@dataclass(frozen=True, slots=True)
-class StagePolicy:
-    """What a stage shards. The only place where a stage is a number."""
-
-    shards_optimizer: bool
-    shards_gradients: bool
-    shards_parameters: bool
-
-    @classmethod
-    def of(cls, stage: int) -> StagePolicy:
-        """Policy of stage 0, 1, 2 or 3."""
-        return cls(stage >= 1, stage >= 2, stage >= 3)
 
 
 class ZeroEngine:
@@ -93,24 +70,24 @@ class ZeroEngine:
         self.module = module
         self.options = options
         self.groups = groups
-        self._policy = StagePolicy.of(options.stage)
+        self._policy = options.policy
         self._optimizers = list(optimizers)
         self._names = {parameter: name for name, parameter in module.named_parameters()}
-        self._check()
+        check_model(module, optimizers, options, groups.world_size)
         broadcast_module(module, groups)
-        self._buckets = self._make_buckets()
+        parts = partition(module, options, groups)
+        self._buckets = parts.buckets
         self.coordinator = ParameterCoordinator(
-            self._buckets, options.overlap_comm, self._refresh_master
+            parts.buckets, options.overlap_comm, self._refresh_master
         )
-        gradients = self._make_gradients()
         self.table = PieceTable(
             [
-                MasterShard(parameters, bucket, options.master_weights is not False)
-                for parameters, bucket in gradients
+                MasterShard(parameters, gradients, options.master_weights is not False)
+                for parameters, gradients in parts.trainable()
             ]
         )
         self._reducer = GradientReducer(
-            [bucket for _, bucket in gradients],
+            parts.gradients,
             groups.gradients,
             BufferPool(self.device),
             is_scattered=self._policy.shards_optimizer,
@@ -123,7 +100,7 @@ class ZeroEngine:
         )
         self._buffer_sync = BufferSync(module, groups.control) if optimizers else None
         self._hooks: ModuleHooks | None = ModuleHooks(
-            module, self._units, self.coordinator, self.step_scope
+            module, parts.units, self.coordinator, self.step_scope
         )
         traced = {p for outer in _compat.compiled_modules(module) for p in outer.parameters()}
         # Reads inside of traced code are not seen, so nothing may be in flight there.
@@ -263,12 +240,32 @@ class ZeroEngine:
             if master.parameters is bucket:
                 master.refresh()
 
-    def settle(self) -> None:
-        """Let no parameter be open that was read outside of a step; before states are gathered."""
+    def module_state_dict(self, module: nn.Module | None = None) -> dict[str, Any]:
+        """State dict of the model, or of a part of it, on rank 0; empty on other ranks.
+
+        See :func:`lightning_zero.checkpoint.consolidated.module_state_dict`.
+        """
         self.coordinator.settle()
         for bucket in self._buckets:
             if bucket.status is ParamStatus.NOT_AVAILABLE:
                 bucket.check_untouched()
+        return consolidated.module_state_dict(
+            module or self.module, self._buckets, self.groups.control
+        )
+
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """State dict of an optimizer on rank 0, also after ``close``.
+
+        See :func:`lightning_zero.checkpoint.consolidated.optimizer_state_dict`.
+        """
+        return consolidated.optimizer_state_dict(optimizer, self.table, self.groups.control)
+
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Take this rank's pieces from a full state dict, the same on all ranks.
+
+        See :func:`lightning_zero.checkpoint.consolidated.load_optimizer_state_dict`.
+        """
+        consolidated.load_optimizer_state_dict(optimizer, self.table, state_dict)
 
     def close(self) -> None:
         """Give the module its parameters back, whole; to be called on all ranks.
@@ -295,7 +292,7 @@ class ZeroEngine:
             return
         self.abort_step()
         self._take_off()
-        if self._shard_world_size == 1:
+        if all(bucket.layout.world_size == 1 for bucket in self._buckets):
             for bucket in self._buckets:
                 bucket.restore_from_shard()
             self._buckets = []
@@ -335,41 +332,11 @@ class ZeroEngine:
             optimizer_nbytes=storage_nbytes([*states, *copies]),
         )
 
-    # Construction.
-
     @property
     def device(self) -> torch.device:
         """Where the module is."""
         parameter = next(self.module.parameters(), None)
         return parameter.device if parameter is not None else torch.device("cpu")
-
-    def _check(self) -> None:
-        shard_by = self.options.shard_by if self._shard_world_size > 1 else "none"
-        for optimizer in self._optimizers:
-            geometry.check_optimizer(optimizer, shard_by)
-            strangers = [p.shape for p in parameters_of(optimizer) if p not in self._names]
-            if strangers:
-                raise ValueError(
-                    f"{type(optimizer).__name__} holds {len(strangers)} parameter(s) that are"
-                    f" not in the model (shapes {[tuple(shape) for shape in strangers[:5]]}):"
-                    " they would never be averaged over the ranks. Register them in the model."
-                )
-        if self._policy.shards_parameters and _compat.compiled_modules(self.module):
-            raise ValueError(
-                "stage 3 cannot train a module that torch.compile has compiled: its parameters are"
-                " not there while it is traced. Use stage 1 or 2, or do not compile."
-            )
-        for parameter, name in self._names.items():
-            if isinstance(parameter, nn.UninitializedParameter):
-                raise ValueError(
-                    f"{name!r} has no shape yet (a lazy module): run a dummy batch in `setup` or"
-                    " `configure_model`, so that it can be partitioned"
-                )
-            if parameter.is_complex():
-                raise ValueError(
-                    f"{name!r} is complex ({parameter.dtype}), which ZeroStrategy cannot partition:"
-                    " store it as a real tensor (torch.view_as_real) or use strategy='ddp'"
-                )
 
     def _check_trained_set(self, optimizer: Optimizer) -> None:
         strays = [
@@ -385,66 +352,11 @@ class ZeroEngine:
                 " (requires_grad_(True) before trainer.fit), or call trainer.fit again."
             )
 
-    @property
-    def _shard_world_size(self) -> int:
-        return self.groups.world_size if self._policy.shards_optimizer else 1
-
-    def _make_buckets(self) -> list[ParameterBucket]:
-        wanted = {
-            parameter
-            for parameter in self._names
-            if parameter.requires_grad or self._policy.shards_parameters
-        }
-        total = sum(parameter.numel() for parameter in wanted)
-        bucket_numel = self.options.bucket_numel or default_bucket_numel(total)
-        self._units = module_units(self.module, bucket_numel)
-        by_fqn = {
-            fqn: (unit, parameter)
-            for unit, module_unit in enumerate(self._units)
-            for fqn, parameter in module_unit.parameters
-            if parameter in wanted
-        }
-        specs = [_spec(fqn, parameter, unit) for fqn, (unit, parameter) in by_fqn.items()]
-        item_nbytes = min((p.element_size() for p in wanted), default=4)
-        layouts = plan_buckets(
-            specs,
-            world_size=self._shard_world_size,
-            bucket_numel=bucket_numel,
-            align_numel=ALIGN_NBYTES // item_nbytes,
-            shard_by=self.options.shard_by,
-        )
-        return [
-            ParameterBucket(
-                layout,
-                [by_fqn[slot.fqn][1] for slot in layout.slots],
-                self.groups.parameters,
-                is_resident=not self._policy.shards_parameters,
-            )
-            for layout in layouts
-        ]
-
-    def _make_gradients(self) -> list[tuple[ParameterBucket, GradientBucket]]:
-        return [
-            (
-                bucket,
-                GradientBucket(
-                    bucket.layout,
-                    bucket.parameters,
-                    bucket.rank,
-                    self.options.wire_dtype or bucket.dtype,
-                ),
-            )
-            for bucket in self._buckets
-            if bucket.parameters[0].requires_grad
-        ]
-
     def _publish(self, updated: Sequence[ParameterBucket]) -> None:
         """Stages 1 and 2: start to bring the new shards together; their next use waits."""
         self.groups.parameters.advance()
-        if self._shard_world_size == 1:
-            return
         for bucket in updated:
-            if bucket.is_resident:
+            if bucket.is_resident and bucket.layout.world_size > 1:
                 bucket.begin_unshard(key=bucket.layout.index)
                 if not self.options.overlap_comm or bucket in self._traced_buckets:
                     bucket.wait()
@@ -454,36 +366,3 @@ class ZeroEngine:
             self._hooks.remove()
             self._hooks = None
         self._reducer.close()
-
-
-def broadcast_module(module: nn.Module, groups: ShardGroups) -> None:
-    """Give all ranks the parameters and buffers of rank 0.
-
-    Raises:
-        RuntimeError: A parameter has lost its values in an earlier error.
-    """
-    for name, parameter in module.named_parameters():
-        if is_placeholder(parameter):
-            raise RuntimeError(
-                f"{name!r} has no values: training of this model ended with an error while its"
-                " parameters were sharded over the ranks. Make the model anew, or load a"
-                " checkpoint into a new one."
-            )
-    tensors = [parameter.data for parameter in module.parameters()]
-    groups.control.broadcast(tensors + [buffer.data for buffer in module.buffers()])
-
-
-def _spec(fqn: str, parameter: nn.Parameter, unit: int) -> ParameterSpec:
-    kind = (parameter.dtype, parameter.device, parameter.requires_grad)
-    return ParameterSpec(fqn, tuple(parameter.shape), _dense_stride(parameter), kind, unit)
-
-
-def _dense_stride(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Strides of a dense copy of a parameter that keeps its memory order (channels last)."""
-    dense = torch.empty_like(
-        parameter, device="meta", memory_format=torch.preserve_format, requires_grad=False
-    )
-    return tuple(dense.stride())
-
-
-__all__ = ["Unit", "BucketLayout", "ZeroEngine", "ZeroOptions", "broadcast_module"]

@@ -22,11 +22,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero import _compat
-from lightning_zero.checkpoint import consolidated
 from lightning_zero.comm import ShardGroups
 from lightning_zero.config import ZeroOptions
-from lightning_zero.engine import ZeroEngine, broadcast_module
+from lightning_zero.engine import ZeroEngine
 from lightning_zero.memory.measure import ModelStateBytes
+from lightning_zero.partition import broadcast_module
 from lightning_zero.plan.layout import ShardBy
 from lightning_zero.precision import ZeroPrecision, zero_precision
 
@@ -97,6 +97,7 @@ class ZeroStrategy(DDPStrategy):
             reduce_dtype=reduce_dtype,
             shard_by=shard_by,
         )
+        self._policy = self.options.policy
         self._engine: ZeroEngine | None = None
         self._optimizer_engine: ZeroEngine | None = None
         self._groups: ShardGroups | None = None
@@ -169,7 +170,7 @@ class ZeroStrategy(DDPStrategy):
         self.setup_precision_plugin()
         if is_fitting:
             self._begin_training()
-        elif self.options.stage == 3:
+        elif self._policy.shards_parameters:
             self._engine = ZeroEngine(self.model, [], self.options, self._groups)
 
     def _begin_training(self) -> None:
@@ -284,7 +285,7 @@ class ZeroStrategy(DDPStrategy):
             raise RuntimeError("there is no model to take a state dict of")
         if self._engine is None:
             return module.state_dict()
-        return consolidated.module_state_dict(self._engine, module)
+        return self._engine.module_state_dict(module)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -296,13 +297,13 @@ class ZeroStrategy(DDPStrategy):
         engine = self._optimizer_engine
         if engine is None:
             return super().optimizer_state(optimizer)
-        return consolidated.optimizer_state_dict(engine, _plain(optimizer))
+        return engine.optimizer_state_dict(_plain(optimizer))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         engine = self._running_engine("load_optimizer_state_dict")
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            consolidated.load_optimizer_state_dict(engine, _plain(optimizer), state)
+            engine.load_optimizer_state_dict(_plain(optimizer), state)
 
     # Checks.
 
@@ -326,7 +327,7 @@ class ZeroStrategy(DDPStrategy):
 
     def _check_callbacks(self, trainer: pl.Trainer) -> None:
         """Callbacks that would average placeholders instead of weights."""
-        if self.options.stage != 3:
+        if not self._policy.shards_parameters:
             return
         for callback in _compat.callbacks_of(trainer):
             if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):

@@ -6,7 +6,7 @@ its shards and one bucket.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm import Collectives
-from lightning_zero.engine import ZeroEngine
-from lightning_zero.optim.pieces import MasterPiece, MasterShard, parameters_of
-from lightning_zero.params.bucket import ParamStatus
+from lightning_zero.optim.pieces import MasterPiece, MasterShard, PieceTable, parameters_of
+from lightning_zero.params.bucket import ParameterBucket, ParamStatus
 from lightning_zero.plan.layout import BucketLayout, Slot
 
 MASTER_KEY = "master_weight"
@@ -25,21 +24,23 @@ MASTER_KEY = "master_weight"
 State = dict[str, Any]
 
 
-def module_state_dict(engine: ZeroEngine, module: nn.Module) -> State:
+def module_state_dict(
+    module: nn.Module, buckets: Sequence[ParameterBucket], collectives: Collectives
+) -> State:
     """The module's state dict with full tensors on the CPU of rank 0; empty on other ranks.
 
     The names are those of ``module.state_dict()``, the user's hooks included: whatever stands for a
     partitioned parameter in it is replaced by the parameter's full value.
 
     Args:
-        engine: Engine of the module; may be closed, then the module itself is whole.
-        module: The module, or a part of it. To be called on all ranks.
+        module: The model, or a part of it. To be called on all ranks.
+        buckets: Its buckets; none if its parameters are whole.
+        collectives: Group over which the buckets are sharded.
     """
-    engine.settle()
-    is_writer = engine.groups.rank == 0
+    is_writer = collectives.rank == 0
     placeholders = {
         pointer: (bucket.layout.index, slot)
-        for bucket in engine.buckets
+        for bucket in buckets
         if bucket.status is ParamStatus.NOT_AVAILABLE
         for slot, pointer in enumerate(bucket.placeholder_pointers())
     }
@@ -52,35 +53,38 @@ def module_state_dict(engine: ZeroEngine, module: nn.Module) -> State:
             names.setdefault(index, []).append((name, slot))
         elif is_writer and isinstance(value, Tensor):
             state[name] = _copy_once(value, copies)
-    for bucket in engine.buckets:
+    for bucket in buckets:
         wanted = names.get(bucket.layout.index)
         if not wanted:
             continue
-        flat = _gather_flat(engine.groups.control, bucket.shard, bucket.layout)
+        flat = _gather_flat(collectives, bucket.shard, bucket.layout)
         if flat is not None:
             whole = {slot: _cut(flat, bucket.layout.slots[slot]) for _, slot in wanted}
             state.update((name, whole[slot]) for name, slot in wanted)
     return state if is_writer else {}
 
 
-def optimizer_state_dict(engine: ZeroEngine, optimizer: Optimizer) -> State:
+def optimizer_state_dict(
+    optimizer: Optimizer, table: PieceTable, collectives: Collectives
+) -> State:
     """The optimizer's state dict in torch's own form, full tensors on the CPU of rank 0.
 
     Element-wise state (of the shape of the pieces) is put together; anything else is taken from the
     lowest rank that has a piece of the parameter. An fp32 master weight is kept as one more state.
 
     Args:
-        engine: The engine that steps the optimizer; may be closed. To be called on all ranks.
-        optimizer: One of its optimizers.
+        optimizer: The user's optimizer. To be called on all ranks.
+        table: This rank's pieces of its parameters.
+        collectives: Group over which they are sharded.
 
     Returns:
         ``state`` and ``param_groups``; ``state`` is empty on ranks other than 0.
     """
     number = {parameter: index for index, parameter in enumerate(parameters_of(optimizer))}
     state: dict[int, State] = {}
-    for master in engine.table.masters_of(optimizer):
-        local = _local_states(engine, optimizer, master)
-        for slot, key, value in _full_states(engine.groups.control, master, local):
+    for master in table.masters_of(optimizer):
+        local = _local_states(table, optimizer, master)
+        for slot, key, value in _full_states(collectives, master, local):
             parameter = master.gradients.parameters[slot]
             state.setdefault(number[parameter], {})[key] = value
     groups = []
@@ -90,12 +94,12 @@ def optimizer_state_dict(engine: ZeroEngine, optimizer: Optimizer) -> State:
     return {"state": dict(sorted(state.items())), "param_groups": groups}
 
 
-def load_optimizer_state_dict(engine: ZeroEngine, optimizer: Optimizer, state_dict: State) -> None:
+def load_optimizer_state_dict(optimizer: Optimizer, table: PieceTable, state_dict: State) -> None:
     """Cut this rank's pieces from a full optimizer state dict.
 
     Args:
-        engine: The engine that steps the optimizer.
-        optimizer: One of its optimizers.
+        optimizer: The user's optimizer.
+        table: This rank's pieces of its parameters.
         state_dict: In torch's own form, full tensors, the same on all ranks.
 
     Raises:
@@ -111,7 +115,7 @@ def load_optimizer_state_dict(engine: ZeroEngine, optimizer: Optimizer, state_di
     for group, saved_group in zip(optimizer.param_groups, saved_groups, strict=True):
         first = count
         for parameter in group["params"]:
-            piece = engine.table.piece(parameter)
+            piece = table.piece(parameter)
             if piece is None:
                 continue
             saved = state.get(saved_number[parameter])
@@ -120,7 +124,7 @@ def load_optimizer_state_dict(engine: ZeroEngine, optimizer: Optimizer, state_di
             count += 1
         packed_groups.append({**saved_group, "params": list(range(first, count))})
     optimizer.state.clear()
-    with engine.table.swapped(optimizer, frozenset()):
+    with table.swapped(optimizer, frozenset()):
         optimizer.load_state_dict({"state": packed_state, "param_groups": packed_groups})
 
 
@@ -129,10 +133,10 @@ def load_optimizer_state_dict(engine: ZeroEngine, optimizer: Optimizer, state_di
 _Local = dict[int, tuple[MasterPiece, State]]
 
 
-def _local_states(engine: ZeroEngine, optimizer: Optimizer, master: MasterShard) -> _Local:
+def _local_states(table: PieceTable, optimizer: Optimizer, master: MasterShard) -> _Local:
     """This rank's pieces of an optimizer in one bucket, by slot, with their states."""
     found: _Local = {}
-    for piece in engine.table.pieces_of(optimizer):
+    for piece in table.pieces_of(optimizer):
         if piece.master is not master:
             continue
         states = dict(optimizer.state.get(piece.parameter, {}))

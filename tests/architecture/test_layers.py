@@ -16,9 +16,10 @@ LEVELS = [
     ("strategy.py",),
     ("callbacks.py",),
     ("precision.py",),
-    ("checkpoint/",),
     ("cli.py",),
     ("engine.py",),
+    ("partition.py",),
+    ("checkpoint/",),
     ("config.py", "deepspeed_config.py"),
     ("prefetch/",),
     ("optim/",),
@@ -32,7 +33,7 @@ LEVELS = [
     ("__about__.py",),
 ]
 SAYS_LIGHTNING = {"__init__.py", "strategy.py", "precision.py", "callbacks.py", "_compat.py"}
-COMPARES_STAGE = {"engine.py", "strategy.py", "config.py", "deepspeed_config.py", "plan/memory.py"}
+COMPARES_STAGE = {"config.py", "deepspeed_config.py", "plan/memory.py"}
 COLLECTIVES = {
     "all_gather",
     "all_gather_into_tensor",

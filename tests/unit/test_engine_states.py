@@ -100,7 +100,7 @@ def test_module_state_dict_is_that_of_plain_torch(stage):
     optimizer = adamw(ours)
     with running(ours, [optimizer], stage) as engine:
         train_zero(engine, optimizer, 2)
-        state = consolidated.module_state_dict(engine, ours)
+        state = engine.module_state_dict(ours)
     assert_equal(state, plain.state_dict())
     tied = ("token.weight", "head.weight")
     assert len({state[name].data_ptr() for name in tied}) == 1
@@ -118,8 +118,8 @@ def test_optimizer_state_round_trips_and_is_that_of_plain_torch(stage, make_opti
     train_plain(plain, plain_optimizer, 2)
     with running(ours, [optimizer], stage) as engine:
         train_zero(engine, optimizer, 2)
-        module_state = consolidated.module_state_dict(engine, ours)
-        state = consolidated.optimizer_state_dict(engine, optimizer)
+        module_state = engine.module_state_dict(ours)
+        state = engine.optimizer_state_dict(optimizer)
     expected = plain_optimizer.state_dict()
     assert state["param_groups"] == expected["param_groups"]
     assert state["state"].keys() == expected["state"].keys()
@@ -128,7 +128,7 @@ def test_optimizer_state_round_trips_and_is_that_of_plain_torch(stage, make_opti
     resumed.load_state_dict(module_state)
     resumed_optimizer = make_optimizer(resumed)
     with running(resumed, [resumed_optimizer], stage) as engine:
-        consolidated.load_optimizer_state_dict(engine, resumed_optimizer, state)
+        engine.load_optimizer_state_dict(resumed_optimizer, state)
         train_zero(engine, resumed_optimizer, 2)
     train_plain(plain, plain_optimizer, 2)
     assert_equal(weights(resumed), weights(plain))
@@ -140,7 +140,7 @@ def test_optimizer_state_of_other_groups_is_refused():
     with running(ours, [optimizer], 1) as engine:
         state = {"state": {}, "param_groups": [{"params": [0]}]}
         with pytest.raises(ValueError, match=r"parameter groups of \[1\] parameters"):
-            consolidated.load_optimizer_state_dict(engine, optimizer, state)
+            engine.load_optimizer_state_dict(optimizer, state)
 
 
 class OneWeight(nn.Module):
@@ -169,7 +169,7 @@ def test_bf16_parameters_with_fp32_masters_take_small_steps(stage, is_accumulate
         (master,) = engine.table.masters
         assert master.has_copy
         assert torch.allclose(master.tensor[:3], torch.full((3,), 0.9), rtol=1e-5)
-        state = consolidated.optimizer_state_dict(engine, optimizer)["state"][0]
+        state = engine.optimizer_state_dict(optimizer)["state"][0]
     assert state[consolidated.MASTER_KEY].dtype is torch.float32
     assert torch.allclose(state[consolidated.MASTER_KEY], torch.full((3,), 0.9), rtol=1e-5)
     assert torch.equal(ours.weight, torch.full((3,), 0.9, dtype=torch.bfloat16))
@@ -196,12 +196,12 @@ def test_master_weights_round_trip_through_a_checkpoint(stage):
         optimizer = SGD(module.parameters(), lr=1e-3)
         with running(module, [optimizer], stage) as engine:
             if states:
-                consolidated.load_optimizer_state_dict(engine, optimizer, states[0])
+                engine.load_optimizer_state_dict(optimizer, states[0])
             for _ in range(10):
                 engine.backward(module(None))
                 engine.step(optimizer)
                 optimizer.zero_grad()
-            states.append(consolidated.optimizer_state_dict(engine, optimizer))
+            states.append(engine.optimizer_state_dict(optimizer))
     masters = [state["state"][0][consolidated.MASTER_KEY] for state in states]
     assert torch.allclose(masters[0], torch.full((3,), 0.99), rtol=1e-6)
     assert torch.allclose(masters[1], torch.full((3,), 0.98), rtol=1e-6)

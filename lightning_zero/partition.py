@@ -1,0 +1,164 @@
+"""Cuts a module into buckets: what can be partitioned, the plan, and the storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero import _compat
+from lightning_zero.comm import ShardGroups
+from lightning_zero.config import ZeroOptions
+from lightning_zero.grads.bucket import GradientBucket
+from lightning_zero.optim import geometry
+from lightning_zero.optim.pieces import parameters_of
+from lightning_zero.params.bucket import ParameterBucket, is_placeholder
+from lightning_zero.params.units import Unit, module_units
+from lightning_zero.plan.layout import ParameterSpec, default_bucket_numel, plan_buckets
+
+ALIGN_NBYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A module whose parameters lie in buckets."""
+
+    units: list[Unit]
+    """Subtrees of the module whose parameters travel together."""
+
+    buckets: list[ParameterBucket]
+    """All buckets of parameters in model order, frozen ones (stage 3) included."""
+
+    gradients: list[GradientBucket]
+    """Gradients of the trainable buckets, in the same order."""
+
+    def trainable(self) -> list[tuple[ParameterBucket, GradientBucket]]:
+        """The trainable buckets with their gradients."""
+        by_index = {bucket.layout.index: bucket for bucket in self.buckets}
+        return [(by_index[gradient.layout.index], gradient) for gradient in self.gradients]
+
+
+def check_model(
+    module: nn.Module, optimizers: Sequence[Optimizer], options: ZeroOptions, world_size: int
+) -> None:
+    """Refuse what cannot be partitioned, or would train something else than on one device.
+
+    Args:
+        module: The whole model.
+        optimizers: The user's optimizers.
+        options: What to shard.
+        world_size: Ranks over which states would be sharded.
+
+    Raises:
+        ValueError: An optimizer or a parameter cannot be used.
+        RuntimeError: A parameter has lost its values in an earlier error.
+    """
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    is_cut = world_size > 1 and options.policy.shards_optimizer
+    for optimizer in optimizers:
+        geometry.check_optimizer(optimizer, options.shard_by if is_cut else "none")
+        strangers = [tuple(p.shape) for p in parameters_of(optimizer) if p not in names]
+        if strangers:
+            raise ValueError(
+                f"{type(optimizer).__name__} holds {len(strangers)} parameter(s) that are not in"
+                f" the model (shapes {strangers[:5]}): they would never be averaged over the ranks."
+                " Register them in the model."
+            )
+    if options.policy.shards_parameters and _compat.compiled_modules(module):
+        raise ValueError(
+            "stage 3 cannot train a module that torch.compile has compiled: its parameters are"
+            " not there while it is traced. Use stage 1 or 2, or do not compile."
+        )
+    for parameter, name in names.items():
+        _check_parameter(parameter, name)
+
+
+def _check_parameter(parameter: nn.Parameter, name: str) -> None:
+    if isinstance(parameter, nn.UninitializedParameter):
+        raise ValueError(
+            f"{name!r} has no shape yet (a lazy module): run a dummy batch in `setup` or"
+            " `configure_model`, so that it can be partitioned"
+        )
+    if parameter.is_complex():
+        raise ValueError(
+            f"{name!r} is complex ({parameter.dtype}), which ZeroStrategy cannot partition:"
+            " store it as a real tensor (torch.view_as_real) or use strategy='ddp'"
+        )
+    if is_placeholder(parameter):
+        raise RuntimeError(
+            f"{name!r} has no values: training of this model ended with an error while its"
+            " parameters were sharded over the ranks. Make the model anew, or load a"
+            " checkpoint into a new one."
+        )
+
+
+def partition(module: nn.Module, options: ZeroOptions, groups: ShardGroups) -> Partition:
+    """Lay the parameters of a module into buckets; they become views of them.
+
+    At stages below 3 frozen parameters stay outside: they have no gradient and no state.
+
+    Args:
+        module: The whole model, equal on all ranks.
+        options: What to shard.
+        groups: Collectives over the ranks that share the states.
+    """
+    policy = options.policy
+    wanted = {p for p in module.parameters() if p.requires_grad or policy.shards_parameters}
+    total_numel = sum(parameter.numel() for parameter in wanted)
+    bucket_numel = options.bucket_numel or default_bucket_numel(total_numel)
+    units = module_units(module, bucket_numel)
+    found = {
+        fqn: (index, parameter)
+        for index, unit in enumerate(units)
+        for fqn, parameter in unit.parameters
+        if parameter in wanted
+    }
+    item_nbytes = min((parameter.element_size() for parameter in wanted), default=4)
+    layouts = plan_buckets(
+        [_spec(fqn, parameter, index) for fqn, (index, parameter) in found.items()],
+        world_size=groups.world_size if policy.shards_optimizer else 1,
+        bucket_numel=bucket_numel,
+        align_numel=ALIGN_NBYTES // item_nbytes,
+        shard_by=options.shard_by,
+    )
+    buckets = [
+        ParameterBucket(
+            layout,
+            [found[slot.fqn][1] for slot in layout.slots],
+            groups.parameters,
+            is_resident=not policy.shards_parameters,
+        )
+        for layout in layouts
+    ]
+    return Partition(units, buckets, [_gradients(b, options) for b in buckets if _trains(b)])
+
+
+def broadcast_module(module: nn.Module, groups: ShardGroups) -> None:
+    """Give all ranks the parameters and buffers of rank 0."""
+    tensors = [parameter.data for parameter in module.parameters()]
+    groups.control.broadcast(tensors + [buffer.data for buffer in module.buffers()])
+
+
+def _trains(bucket: ParameterBucket) -> bool:
+    return bucket.parameters[0].requires_grad
+
+
+def _gradients(bucket: ParameterBucket, options: ZeroOptions) -> GradientBucket:
+    wire_dtype = options.wire_dtype or bucket.dtype
+    return GradientBucket(bucket.layout, bucket.parameters, bucket.rank, wire_dtype)
+
+
+def _spec(fqn: str, parameter: nn.Parameter, unit: int) -> ParameterSpec:
+    kind = (parameter.dtype, parameter.device, parameter.requires_grad)
+    return ParameterSpec(fqn, tuple(parameter.shape), _dense_stride(parameter), kind, unit)
+
+
+def _dense_stride(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Strides of a dense copy of a parameter that keeps its memory order (channels last)."""
+    dense = torch.empty_like(
+        parameter, device="meta", memory_format=torch.preserve_format, requires_grad=False
+    )
+    return tuple(dense.stride())
