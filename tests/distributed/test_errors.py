@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import subprocess
 import sys
-import textwrap
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,6 +18,7 @@ from torch import nn
 
 from lightning_zero import ZeroStrategy
 from tests.helpers.models import Language, difference, trainer, weights
+from tests.helpers.programs import started
 from tests.helpers.spawn import RankError, run_ranks, try_ranks
 
 STAGES = (0, 1, 2, 3)
@@ -362,7 +362,7 @@ def test_a_module_whose_weights_are_lost_is_refused():
 # Ctrl-C.
 
 SCRIPT = """
-import sys, time
+import os, sys
 from pathlib import Path
 import torch
 from lightning_zero import ZeroStrategy
@@ -372,54 +372,60 @@ torch.set_num_threads(1)
 
 class Endless(Language):
     def on_train_batch_end(self, *_):
-        Path(sys.argv[2], f"{self.global_rank}.pid").write_text(str(__import__("os").getpid()))
+        Path(sys.argv[2], f"{self.global_rank}.pid").write_text(str(os.getpid()))
+        if sys.argv[3:] == [str(self.global_rank)] and Path(sys.argv[2], "go").exists():
+            raise ArithmeticError("this rank is broken")
 
 if __name__ == "__main__":
-    strategy = ZeroStrategy(int(sys.argv[1]))
+    strategy = ZeroStrategy(int(sys.argv[1]), timeout=4)
     trainer(strategy, 2).fit(Endless(steps=100_000))
 """
+
+
+def script_ranks(process: Any, folder: Path) -> list[int]:
+    """Process ids of a script and its ranks, once all of them train."""
+    log, deadline = folder / "log", time.monotonic() + 60
+    while len(list(folder.glob("*.pid"))) < 2:
+        assert process.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.05)
+    children = psutil.Process(process.pid).children(recursive=True)
+    pids = [process.pid, *(child.pid for child in children)]
+    assert {int(path.read_text()) for path in folder.glob("*.pid")} <= set(pids)
+    return pids
+
+
+def wait_until_gone(process: Any, pids: list[int], folder: Path, limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while left := [pid for pid in pids if _is_running(pid)]:
+        process.poll()
+        assert time.monotonic() < deadline, (left, (folder / "log").read_text()[-3000:])
+        time.sleep(0.1)
+    assert process.wait(5) != 0
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ctrl_c_ends_all_ranks(stage, tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-    }
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, str(script), str(stage), str(tmp_path)],
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    started = [process.pid]
-    try:
-        deadline = time.monotonic() + 60
-        while len(list(tmp_path.glob("*.pid"))) < 2:
-            assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
-            assert time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
-            time.sleep(0.1)
-        started += [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
-        ranks = {int(path.read_text()) for path in tmp_path.glob("*.pid")}
-        assert ranks <= set(started)
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), str(stage), str(tmp_path)]
+    with started(command, tmp_path / "log") as process:
+        pids = script_ranks(process, tmp_path)
         os.killpg(process.pid, signal.SIGINT)
-        process.wait(timeout=15)
-        assert process.returncode != 0
-        deadline = time.monotonic() + 5
-        while any(_is_running(pid) for pid in started) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        left = [pid for pid in started if _is_running(pid)]
-        assert not left, (tmp_path / "log").read_text()[-3000:]
-    finally:
-        for pid in started:
-            if _is_running(pid):
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
+        wait_until_gone(process, pids, tmp_path, limit_s=15)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_on_one_rank_ends_a_script(rank, tmp_path):
+    """Rank 0 is the script that the user started, rank 1 its child."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), "3", str(tmp_path), str(rank)]
+    with started(command, tmp_path / "log") as process:
+        pids = script_ranks(process, tmp_path)
+        (tmp_path / "go").touch()
+        wait_until_gone(process, pids, tmp_path, limit_s=20)
+    assert "this rank is broken" in (tmp_path / "log").read_text()
 
 
 def _is_running(pid: int) -> bool:
