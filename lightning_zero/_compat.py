@@ -58,12 +58,24 @@ def storage_identity(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def before_gradient(
-    parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]
-) -> RemovableHandle:
-    """Run a function before a gradient is accumulated; torch's own method has no types."""
-    handle: RemovableHandle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
-    return handle
+class NodeHandle:
+    """Handle of a hook on a node of the graph, and what keeps that node alive."""
+
+    def __init__(self, node: Any, handle: RemovableHandle) -> None:
+        self._node, self._handle = node, handle
+
+    def remove(self) -> None:
+        """Take the hook off."""
+        self._handle.remove()
+
+
+def before_gradient(parameter: nn.Parameter, hook: Callable[[], None]) -> NodeHandle:
+    """Run a function before a gradient is accumulated, and not when ``autograd.grad`` asks for one.
+
+    A hook on the parameter would run for both.
+    """
+    node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+    return NodeHandle(node, node.register_prehook(lambda _: hook()))
 
 
 def after_gradient(

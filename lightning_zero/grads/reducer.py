@@ -144,8 +144,8 @@ class GradientReducer:
 
     def _watch(
         self, bucket: GradientBucket, slot: int, parameter: nn.Parameter
-    ) -> Iterator[_compat.RemovableHandle]:
-        def before(grad: Tensor) -> None:
+    ) -> Iterator[_compat.NodeHandle | _compat.RemovableHandle]:
+        def before() -> None:
             bucket.note_face(slot)
 
         def after(parameter: nn.Parameter) -> None:

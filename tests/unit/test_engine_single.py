@@ -285,3 +285,26 @@ def test_step_returns_what_the_optimizer_returns(stage):
     with running(ours, [optimizer], stage) as engine:
         engine.backward(ours(batches(1)[0]))
         assert engine.step(optimizer, lambda: "done") == "done"
+
+
+@every_stage
+@pytest.mark.parametrize("has_backward_after", [True, False])
+def test_gradient_asked_for_in_between_drops_no_collected_one(stage, has_backward_after):
+    """As adversarial losses weighted by gradients of the last layer do."""
+    plain, ours = make_model(), make_model()
+    plain_optimizer, optimizer = sgd(plain), sgd(ours)
+    first, second = batches(2)
+
+    def train(module, backward, scope, step):
+        backward(module(first))
+        with scope():
+            loss = module(second)
+            (slope,) = torch.autograd.grad(loss, module.head.weight, retain_graph=True)
+        if has_backward_after:
+            backward(loss * (1 + slope.norm()))
+        step()
+
+    train(plain, torch.Tensor.backward, nullcontext, plain_optimizer.step)
+    with running(ours, [optimizer], stage) as engine:
+        train(ours, engine.backward, engine.step_scope, lambda: engine.step(optimizer))
+    assert_equal(weights(ours), weights(plain))
