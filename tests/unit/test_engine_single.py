@@ -136,6 +136,26 @@ def test_accumulation_under_no_sync_equals_plain_torch(stage, set_to_none):
     assert_equal(weights(ours), weights(plain))
 
 
+@pytest.mark.parametrize(("stage", "per_window"), [(0, 1), (1, 1), (2, 3), (3, 3)])
+def test_whole_gradients_travel_once_per_window_and_sharded_ones_every_backward(
+    stage, per_window, monkeypatch
+):
+    ours = make_model()
+    with running(ours, [sgd(ours)], stage) as engine:
+        collectives, sent = engine.groups.gradients, []
+
+        def count(original):
+            return lambda *args, **options: sent.append(1) or original(*args, **options)
+
+        for name in ("reduce_scatter", "all_reduce"):
+            monkeypatch.setattr(collectives, name, count(getattr(collectives, name)))
+        for number, batch in enumerate(batches(3)):
+            with engine.no_sync() if number < 2 else nullcontext():
+                engine.backward(ours(batch))
+        assert len(sent) == per_window * len(engine.buckets)
+        ours.zero_grad()
+
+
 @every_stage
 def test_accumulation_without_no_sync_equals_plain_torch(stage):
     plain, ours = make_model(), make_model()

@@ -81,6 +81,32 @@ def test_weight_read_outside_of_a_forward_has_its_value():
 
 
 @every_stage
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_write_between_steps_is_what_the_next_step_starts_from(stage, dtype):
+    ours = OneWeight(dtype)
+    optimizer = SGD(ours.parameters(), lr=1.0)
+    with running(ours, [optimizer], stage) as engine:
+        for _ in range(2):
+            engine.backward(ours(None))
+            with torch.no_grad():
+                ours.weight.fill_(8.0)
+            engine.step(optimizer)
+            optimizer.zero_grad()
+            assert torch.equal(ours.weight, torch.full((3,), 7.0, dtype=dtype))
+
+
+@every_stage
+def test_weight_read_before_a_step_shows_the_new_value_after_it(stage):
+    ours = OneWeight(torch.float32)
+    optimizer = SGD(ours.parameters(), lr=1.0)
+    with running(ours, [optimizer], stage) as engine:
+        engine.backward(ours(None))
+        assert ours.weight[0].item() == 1.0
+        engine.step(optimizer)
+        assert ours.weight[0].item() == 0.0
+
+
+@every_stage
 @pytest.mark.parametrize("writeback", [True, False])
 def test_full_params_shows_all_values_and_keeps_writes_on_demand(stage, writeback):
     ours = make_model()

@@ -166,6 +166,32 @@ class Penalty(nn.Module):
         return self.layers(x).pow(2).mean() + 0.1 * penalty
 
 
+class Listed(nn.Module):
+    """Holds bare parameters in containers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+        self.biases = nn.ParameterDict({"a": nn.Parameter(torch.zeros(WIDTH))})
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = F.linear(x, weight, self.biases["a"])
+        return x.pow(2).mean()
+
+
+class Functional(nn.Module):
+    """Runs a child on parameters that it listed itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        doubled = {name: 2 * p for name, p in self.layer.named_parameters()}
+        return torch.func.functional_call(self.layer, doubled, (x,)).pow(2).mean()
+
+
 class OnCpu(nn.Module):
     """Has saved-tensor hooks of its own."""
 
@@ -189,6 +215,8 @@ MODELS = [
     HeldWeight,
     Penalty,
     OnCpu,
+    Listed,
+    Functional,
 ]
 
 

@@ -185,6 +185,17 @@ def test_whole_placement_is_balanced(chosen, plan):
         assert bucket.shard_numel <= max(sum(aligned) / plan["world_size"] + max(aligned), align)
 
 
+def test_whole_placement_puts_the_largest_first_on_the_emptiest_rank():
+    lengths = [10, 60, 20, 30]
+    specs = specs_of([((length,), "fp32", False) for length in lengths])
+    (bucket,) = plan_buckets(
+        specs, world_size=2, bucket_numel=1000, align_numel=1, shard_by="tensor"
+    )
+    held = [{bucket.slots[piece.slot].numel for piece in bucket.pieces(r)} for r in (0, 1)]
+    assert held == [{60}, {10, 20, 30}]
+    assert bucket.padded_numel == sum(lengths)
+
+
 @settings(max_examples=60)
 @given(parameters, plans, plans, st.integers(0, 2**32))
 def test_values_survive_a_change_of_world_size_and_sharding(chosen, old_plan, new_plan, seed):
