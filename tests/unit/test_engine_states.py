@@ -96,6 +96,21 @@ def test_write_between_steps_is_what_the_next_step_starts_from(stage, dtype):
 
 
 @every_stage
+def test_write_through_data_between_steps_is_kept(stage):
+    ours = OneWeight(torch.float32)
+    optimizer = SGD(ours.parameters(), lr=1.0)
+    with running(ours, [optimizer], stage) as engine:
+        for _ in range(2):
+            engine.backward(ours(None))
+            ours.weight.data.fill_(8.0)
+            engine.step(optimizer)
+            optimizer.zero_grad()
+            assert ours.weight[0].item() == 7.0
+            ours.weight.data.clamp_(max=2.0)
+            assert ours(None).item() == 6.0
+
+
+@every_stage
 def test_weight_read_before_a_step_shows_the_new_value_after_it(stage):
     ours = OneWeight(torch.float32)
     optimizer = SGD(ours.parameters(), lr=1.0)
