@@ -63,8 +63,3 @@ def test_there_is_no_room_for_leftovers():
 
 def test_recipe_is_short():
     assert lines(ROOT / "recipes" / "pretrain.py") <= 150
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda path: path.name)
-def test_test_file_is_not_longer_than_a_source_may_be(path):
-    assert lines(path) <= MAX_LINES
