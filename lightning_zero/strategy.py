@@ -205,6 +205,7 @@ class ZeroStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if self._engine is not None:
             self._engine.abort_step()
+            _explain_refused_write(exception)
 
     # One step.
 
@@ -356,6 +357,16 @@ class ZeroStrategy(DDPStrategy):
                 f" num_nodes={self.num_nodes}), but {started} were started (WORLD_SIZE={started})."
                 " Make the two numbers equal."
             )
+
+
+def _explain_refused_write(exception: BaseException) -> None:
+    """Say what torch means where a parameter that is not there was written to."""
+    if isinstance(exception, RuntimeError) and "single memory location" in str(exception):
+        exception.args = (
+            f"{exception} If this was a parameter: at stage 3 its values are only there while a"
+            " step runs. Write to it in the step, or inside"
+            " `with trainer.strategy.full_params(module, writeback=True):`.",
+        )
 
 
 def _plain(optimizer: Any) -> Optimizer:

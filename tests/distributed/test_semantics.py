@@ -5,6 +5,7 @@ Sums of two ranks have one order, so the cases are equal bit for bit unless they
 
 from __future__ import annotations
 
+import copy
 import functools
 import traceback
 from collections.abc import Callable
@@ -398,6 +399,127 @@ class WithAdafactor(Base):
         return torch.optim.Adafactor(self.parameters(), lr=0.02)
 
 
+class GradientPenalty(Base):
+    """Backward of a backward, with the weights of the first one."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = batch.clone().requires_grad_()
+        loss = super().loss(x)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.square().sum()
+
+
+class Recurrent(Base):
+    def build(self) -> None:
+        self.net = nn.Sequential(nn.Linear(FEATURES, FEATURES))
+        self.cell = nn.LSTM(FEATURES, 11, num_layers=2, batch_first=True, bidirectional=True)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) + self.cell(batch[None])[0].square().mean()
+
+
+class OddParameters(Base):
+    """Other memory orders, dtypes and sizes than those of a linear layer."""
+
+    def build(self) -> None:
+        super().build()
+        self.convolution = nn.Conv2d(1, 6, 3).to(memory_format=torch.channels_last)
+        self.wide = nn.Conv2d(6, 5, 3, padding=1).to(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter(torch.randn(FEATURES, 5).t())
+        self.precise = nn.Linear(FEATURES, 3).double()
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.flags = nn.Parameter(torch.tensor([True, False]), requires_grad=False)
+        self.counts = nn.Parameter(torch.arange(5), requires_grad=False)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        loss = super().loss(batch) * self.scalar + F.linear(batch, self.transposed).square().mean()
+        image = self.wide(self.convolution(batch[None, None])).square().mean()
+        double = self.precise(batch.double()).square().mean().float()
+        counted = (batch[:5, 0] * self.counts)[self.flags[:1].expand(5)].mean()
+        return loss + image + double + counted + self.nothing.sum()
+
+
+class WithoutOptimizer(Base):
+    def configure_optimizers(self) -> None:
+        return None
+
+
+class ParameterHooks(Base):
+    def build(self) -> None:
+        super().build()
+        self.net[0].weight.register_hook(lambda grad: grad * 3)
+
+    configure_optimizers = sgd
+
+
+class ValidatedInWindow(Base):
+    """Validation between the micro-batches of a window leaves their gradients alone."""
+
+    steps = 6
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.loss(batch)
+
+    configure_optimizers = sgd
+
+
+class TargetNetwork(Base):
+    """A frozen copy that follows the trained network, moved within the step."""
+
+    def build(self) -> None:
+        super().build()
+        self.target = copy.deepcopy(self.net).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for slow, fast in zip(self.target.parameters(), self.net.parameters(), strict=True):
+            slow.lerp_(fast, 0.3)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        self.follow()
+        with torch.no_grad():
+            aim = self.target(batch)
+        loss = self.loss(batch) + (self.net(batch) - aim).square().mean()
+        self.record.append(loss.item())
+        return loss
+
+
+class TargetAfterStep(TargetNetwork):
+    """The same outside of the step, as many examples do."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        loss = self.loss(batch) + (self.net(batch) - self.target(batch)).square().mean()
+        self.record.append(loss.item())
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.follow()
+
+
+class TargetAfterStepWhole(TargetAfterStep):
+    """As stage 3 asks for it."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ZeroStrategy):
+            with strategy.full_params(self, writeback=True):
+                self.follow()
+        else:
+            self.follow()
+
+
+class ClampedData(Base):
+    """Weight clipping through ``.data``, past autograd's version counters."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+
+
 @dataclass
 class Case:
     """A module, how it is trained, and where it may differ from DDP in rounding."""
@@ -430,11 +552,19 @@ GROUPS: dict[str, dict[str, Case]] = {
             Counted, trainer={"accumulate_grad_batches": 3, "max_epochs": 2}, rounds=(2, 3)
         ),
         "no_accumulation": Case(Counted),
+        "validated_in_window": Case(
+            ValidatedInWindow,
+            trainer={"accumulate_grad_batches": 4, "val_check_interval": 1, "limit_val_batches": 2},
+            rounds=(2, 3),
+        ),
+        "without_optimizer": Case(WithoutOptimizer),
     },
     "gradients": {
         "unused_on_some_ranks": Case(UnusedOnSomeRanks, ddp=UNUSED, stages=(0, 1, 2)),
         "never_used": Case(NeverUsed, ddp=UNUSED),
         "sparse_embedding": Case(SparseEmbedding),
+        "gradient_penalty": Case(GradientPenalty),
+        "parameter_hooks": Case(ParameterHooks),
         "muon": Case(WithMuon, zero={"shard_by": "tensor"}, stages=(1, 2, 3)),
         "adafactor": Case(WithAdafactor, zero={"shard_by": "tensor"}, stages=(1, 2, 3)),
     },
@@ -444,6 +574,12 @@ GROUPS: dict[str, dict[str, Case]] = {
         "used_elsewhere": Case(UsedElsewhere),
         "odd_outputs": Case(OddOutputs),
         "called_twice": Case(CalledTwice),
+        "recurrent": Case(Recurrent),
+        "odd_parameters": Case(OddParameters),
+        "target_network": Case(TargetNetwork),
+        "target_after_step": Case(TargetAfterStep, stages=(0, 1, 2)),
+        "target_after_step_whole": Case(TargetAfterStepWhole),
+        "clamped_data": Case(ClampedData, stages=(0, 1, 2)),
         "buffers": Case(Buffers, trainer={"max_epochs": 2, "limit_val_batches": 2}),
         "buffers_accumulation": Case(
             Buffers, trainer={"accumulate_grad_batches": 2}, rounds=(2, 3)
@@ -511,3 +647,22 @@ def test_never_used_weights_keep_their_values():
             never_is_kept, trained_is_kept = found["never_used"][stage]["records"][0][-2:]
             assert never_is_kept
             assert not trained_is_kept
+
+
+def write_outside_of_a_step() -> list[tuple[str, str]]:
+    answers = []
+    for make in (TargetAfterStep, ClampedData):
+        try:
+            trainer(ZeroStrategy(3, timeout=20), 2).fit(make())
+            answers.append(("none", ""))
+        except Exception as error:
+            answers.append((type(error).__name__, str(error)))
+    return answers
+
+
+def test_a_write_to_weights_that_are_not_there_is_refused():
+    """Stage 3 does not lose it without a word."""
+    for answers in run_ranks(write_outside_of_a_step, 2):
+        for kind, message in answers:
+            assert kind == "RuntimeError"
+            assert "full_params" in message
