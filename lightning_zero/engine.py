@@ -77,9 +77,7 @@ class ZeroEngine:
         broadcast_module(module, groups)
         parts = partition(module, options, groups)
         self._buckets = parts.buckets
-        self.coordinator = ParameterCoordinator(
-            parts.buckets, options.overlap_comm, self._refresh_master
-        )
+        self.coordinator = ParameterCoordinator(parts.buckets, options.overlap_comm)
         self.table = PieceTable(
             [
                 MasterShard(parameters, gradients, options.master_weights is not False)
@@ -201,6 +199,7 @@ class ZeroEngine:
         masters = self.table.masters_of(optimizer)
         for master in masters:
             self.coordinator.before_update(master.parameters)
+            master.refresh()
         with torch.no_grad(), self.pieces(optimizer):
             result = (run or optimizer.step)()
         for master in masters:
@@ -226,19 +225,21 @@ class ZeroEngine:
         Args:
             module: Part of the model whose parameters are wanted; None for the whole model.
             writeback: Keep what was written to parameters; every rank must write the same values.
+
+        Raises:
+            RuntimeError: Something was written without ``writeback``.
         """
         wanted = {self.coordinator.bucket_of(p) for p in (module or self.module).parameters()}
         buckets = [bucket for bucket in self._buckets if bucket in wanted]
         with self.coordinator.held(buckets):
             yield
+            if not writeback and any(bucket.was_written() for bucket in buckets):
+                raise RuntimeError(
+                    "a parameter was written to inside of full_params() that was entered without"
+                    " writeback=True: say writeback=True to keep what is written"
+                )
             for bucket in buckets if writeback else ():
                 bucket.keep_written_values()
-                self._refresh_master(bucket)
-
-    def _refresh_master(self, bucket: ParameterBucket) -> None:
-        for master in self.table.masters:
-            if master.parameters is bucket:
-                master.refresh()
 
     def module_state_dict(self, module: nn.Module | None = None) -> dict[str, Any]:
         """State dict of the model, or of a part of it, on rank 0; empty on other ranks.

@@ -52,6 +52,8 @@ class GradientBucket:
         """Slots that got one more gradient after the bucket had left."""
         self.used: set[int] = set()
         """Slots that got a gradient on this rank since they were last cleared."""
+        self.times_zeroed = 0
+        """How often a gradient was zeroed through its face."""
         self.idle_steps = [0] * len(self.parameters)
         """Steps in a row in which no rank used a parameter; the same numbers on all ranks."""
         self._shard_grad: Tensor | None = None
@@ -186,7 +188,8 @@ class GradientBucket:
                 " `self.clip_gradients(...)` or `Trainer(gradient_clip_val=...)`; both use the"
                 " norm over all ranks."
             )
-        if slot in self.pieces:  # zero_grad(set_to_none=False)
+        self.times_zeroed += 1  # zero_grad(set_to_none=False)
+        if slot in self.pieces:
             self.piece_grad(slot).zero_()
         self._faces[slot] = self._make_face(slot)
         if self.parameters[slot].grad is face:

@@ -62,7 +62,7 @@ class GradientAgreement:
         """
         used = self.used()
         pieces = self._table.pieces_of(optimizer) if optimizer else self._all_pieces()
-        counted = [piece for piece in pieces if piece.parameter in used]
+        counted = [piece for piece in pieces if piece.has_grad(used)]
         if not self._is_sharded:  # torch's own sum, as with plain data parallelism
             norm = torch.nn.utils.get_total_norm([piece.grad for piece in counted], norm_type)
             return float(norm)

@@ -37,11 +37,13 @@ class MasterShard:
         self.has_copy = has_copy and parameters.dtype.itemsize < 4
         self.tensor = parameters.shard.float() if self.has_copy else parameters.shard
         self._step_grad: Tensor | None = None
+        self._zeroed = 0
 
     @property
     def step_grad(self) -> Tensor:
         """Gradient in the dtype of the master, 1-D [S]; a copy only where the dtypes differ."""
-        if self._step_grad is None:
+        if self._step_grad is None or self._zeroed != self.gradients.times_zeroed:
+            self._zeroed = self.gradients.times_zeroed
             self._step_grad = self.gradients.shard_grad.to(self.tensor.dtype)
         return self._step_grad
 
@@ -61,9 +63,11 @@ class MasterShard:
             self.parameters.store_shard(self.tensor)
 
     def refresh(self) -> None:
-        """Take the parameters' shard as the new master, after someone else wrote the parameters."""
+        """Follow the parameters' shard where someone else has written to it; keep the rest."""
         if self.has_copy:
-            self.tensor.copy_(self.parameters.shard)
+            shard = self.parameters.shard
+            was_written = shard != self.tensor.to(shard.dtype)
+            torch.where(was_written, shard.float(), self.tensor, out=self.tensor)
 
 
 class MasterPiece:
@@ -90,6 +94,12 @@ class MasterPiece:
         """Keep the shape of the piece, but not its master; a copied master stays."""
         if not self.master.has_copy:
             self.tensor = nn.Parameter(torch.empty_like(self.tensor, device="meta"))
+
+    def has_grad(self, used: frozenset[nn.Parameter]) -> bool:
+        """Whether some rank used the parameter, and nobody has cleared its gradient since."""
+        if self.parameter not in used:
+            return False
+        return not self.master.gradients.is_cleared(self.piece.slot)
 
     @property
     def grad(self) -> Tensor:
@@ -166,7 +176,7 @@ class PieceTable:
             swapped.extend(here)
             group["params"] = [piece.tensor for piece in here]
         for piece in swapped:
-            piece.tensor.grad = piece.grad if piece.parameter in used else None
+            piece.tensor.grad = piece.grad if piece.has_grad(used) else None
             if piece.parameter in state:
                 state[piece.tensor] = state.pop(piece.parameter)
         try:

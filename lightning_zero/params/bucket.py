@@ -85,6 +85,7 @@ class ParameterBucket:
             self._blank_value = self._blanks[:1].clone()
             self._own = slice(*layout.shard_range(collectives.rank % layout.world_size))
             self.shard = self.flat[self._own] if is_resident else self.flat[self._own].clone()
+        self._shown: list[Tensor] = []
         self._versions: list[int] = []
         self._flat_nbytes = self.flat.untyped_storage().nbytes()
         self._show(self._views)
@@ -149,6 +150,7 @@ class ParameterBucket:
                 f" ({type(error).__name__}: {error})"
             ) from error
         self._handle = None
+        self.check_untouched()
         self._move_to(ParamStatus.AVAILABLE)
         self._show(self._views)
 
@@ -171,10 +173,15 @@ class ParameterBucket:
         self.shard.copy_(shard)
 
     def was_written(self) -> bool:
-        """Whether a parameter was changed in place since it was last brought in or taken away."""
+        """Whether a parameter was changed since it was last brought in or taken away.
+
+        Sees operations in place and an assigned ``param.data``, not operations on ``param.data``.
+        """
         return any(
-            parameter._version != version
-            for parameter, version in zip(self.parameters, self._versions, strict=True)
+            parameter._version != version or parameter.data_ptr() != shown.data_ptr()
+            for parameter, version, shown in zip(
+                self.parameters, self._versions, self._shown, strict=True
+            )
         )
 
     def check_untouched(self) -> None:
@@ -201,7 +208,24 @@ class ParameterBucket:
         )
 
     def keep_written_values(self) -> None:
-        """Take this rank's part of the full tensor as the new shard."""
+        """Take what stands in the parameters now as the bucket's values.
+
+        Raises:
+            RuntimeError: A parameter was given another shape or dtype.
+        """
+        for slot, view in enumerate(self._views):
+            parameter = self.parameters[slot]
+            if parameter.data_ptr() == view.data_ptr():
+                continue
+            if parameter.shape != view.shape or parameter.dtype != view.dtype:
+                raise RuntimeError(
+                    f"{self.layout.slots[slot].fqn!r} was replaced by a tensor of shape"
+                    f" {tuple(parameter.shape)} and {parameter.dtype} while it is partitioned as"
+                    f" {tuple(view.shape)} and {view.dtype}. Convert the model before training."
+                )
+            view.copy_(parameter.data)
+            parameter.data = view
+        self._versions = [parameter._version for parameter in self.parameters]
         if not self.is_resident:
             self.shard.copy_(self.flat[self._own])
 
@@ -213,6 +237,7 @@ class ParameterBucket:
         """
         if self.status is not ParamStatus.AVAILABLE:
             raise RuntimeError(f"{self}: restore_parameters() while {self.status.value}")
+        self.keep_written_values()
         self._restore(self.flat)
 
     def restore_from_shard(self) -> None:
@@ -229,12 +254,13 @@ class ParameterBucket:
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             view = flat.as_strided(slot.shape, slot.stride, flat.storage_offset() + slot.offset)
             parameter.data = view.clone(memory_format=torch.preserve_format)
-        self._views = []
+        self._views, self._shown = [], []
         self.flat = self.shard = torch.empty(0)
 
     def _show(self, tensors: list[Tensor]) -> None:
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
             parameter.data = tensor
+        self._shown = tensors
         self._versions = [parameter._version for parameter in self.parameters]
 
     def _move_to(self, status: ParamStatus) -> None:

@@ -15,7 +15,7 @@ the end of backward; never in between, since recomputed activations hold views o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -35,15 +35,9 @@ class ParameterCoordinator:
     Args:
         buckets: All buckets in model order, resident ones included.
         overlap_comm: Gather the next bucket while the current one is used.
-        on_written: Called with a bucket whose parameters the user may have written to.
     """
 
-    def __init__(
-        self,
-        buckets: Sequence[ParameterBucket],
-        overlap_comm: bool,
-        on_written: Callable[[ParameterBucket], None],
-    ) -> None:
+    def __init__(self, buckets: Sequence[ParameterBucket], overlap_comm: bool) -> None:
         self.buckets = {bucket.layout.index: bucket for bucket in buckets}
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
         self._overlap_comm = overlap_comm
@@ -51,7 +45,6 @@ class ParameterCoordinator:
         self._users: Counter[int] = Counter()
         self._borrowed: list[Borrowed] = []
         self._is_held = False
-        self._on_written = on_written
         self._opened: list[ParameterBucket] = []
 
     def bucket_of(self, parameter: nn.Parameter) -> ParameterBucket | None:
@@ -144,7 +137,6 @@ class ParameterCoordinator:
         for bucket in opened:
             if bucket.status is ParamStatus.AVAILABLE:
                 bucket.keep_written_values()
-                self._on_written(bucket)
                 self._give_back(bucket)
 
     def before_update(self, bucket: ParameterBucket) -> None:
@@ -153,7 +145,7 @@ class ParameterCoordinator:
         if bucket.is_resident:
             bucket.wait()
             if bucket.was_written():
-                self._on_written(bucket)
+                bucket.keep_written_values()
         else:
             self._give_back(bucket)
 
@@ -223,5 +215,4 @@ class ParameterCoordinator:
         if bucket.status is ParamStatus.AVAILABLE:
             if bucket.was_written():
                 bucket.keep_written_values()
-                self._on_written(bucket)
             bucket.reshard()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
+from lightning_zero import ShardGroups, ZeroEngine, ZeroOptions
 from lightning_zero.checkpoint import consolidated
 from lightning_zero.params.parameter_dict import ZeroParameterDict
 from tests.helpers.single import (
@@ -234,6 +235,7 @@ def test_master_weights_round_trip_through_a_checkpoint(stage):
     first, second = OneWeight(torch.bfloat16), OneWeight(torch.bfloat16)
     states = []
     for module in (first, second):
+        second.load_state_dict(first.state_dict())
         optimizer = SGD(module.parameters(), lr=1e-3)
         with running(module, [optimizer], stage) as engine:
             if states:
@@ -246,6 +248,90 @@ def test_master_weights_round_trip_through_a_checkpoint(stage):
     masters = [state["state"][0][consolidated.MASTER_KEY] for state in states]
     assert torch.allclose(masters[0], torch.full((3,), 0.99), rtol=1e-6)
     assert torch.allclose(masters[1], torch.full((3,), 0.98), rtol=1e-6)
+
+
+@every_stage
+@pytest.mark.parametrize("write", ["in place", "through data", "assigned data"])
+def test_written_weights_have_the_last_word_over_masters(stage, write):
+    """Also the way a checkpoint of weights alone takes effect."""
+    ours = OneWeight(torch.bfloat16)
+    optimizer = SGD(ours.parameters(), lr=1e-3)
+    with running(ours, [optimizer], stage) as engine:
+        for step in range(12):
+            if step == 10:
+                if write == "in place":
+                    with torch.no_grad():
+                        ours.weight[1] = 4.0
+                elif write == "through data":
+                    ours.weight.data[1] = 4.0
+                else:
+                    value = ours.weight.detach().clone()
+                    value[1] = 4.0
+                    ours.weight.data = value
+            engine.backward(ours(None))
+            engine.step(optimizer)
+            optimizer.zero_grad()
+        (master,) = engine.table.masters
+        expected = torch.tensor([1.0 - 0.012, 4.0 - 0.002, 1.0 - 0.012])
+        assert torch.allclose(master.tensor[:3], expected, atol=1e-6)
+
+
+@every_stage
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_cleared_after_a_norm_are_not_stepped(stage, set_to_none):
+    """The usual answer to a norm that is not finite."""
+    ours = make_model()
+    before = {name: value.clone() for name, value in ours.state_dict().items()}
+    optimizer = SGD(ours.parameters(), lr=0.1)
+    with running(ours, [optimizer], stage) as engine:
+        engine.backward(ours(batches(1)[0]))
+        assert engine.grad_norm() > 0
+        optimizer.zero_grad(set_to_none=set_to_none)
+        assert engine.grad_norm() == 0
+        engine.step(optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
+
+
+@every_stage
+def test_assigned_data_is_what_is_trained(stage):
+    ours = OneWeight(torch.float32)
+    optimizer = SGD(ours.parameters(), lr=1.0)
+    with running(ours, [optimizer], stage) as engine:
+        ours.weight.data = torch.full((3,), 8.0)
+        engine.backward(ours(None))
+        engine.step(optimizer)
+    assert torch.equal(ours.weight.detach(), torch.full((3,), 7.0))
+
+
+@every_stage
+def test_a_model_converted_in_training_is_refused(stage):
+    ours = OneWeight(torch.float32)
+    optimizer = SGD(ours.parameters(), lr=1.0)
+    engine = ZeroEngine(ours, [optimizer], ZeroOptions(stage=stage), ShardGroups.create())
+    ours.weight.data = torch.ones(3, dtype=torch.float64)
+
+    def step():
+        engine.backward(ours(None))
+        engine.step(optimizer)
+
+    with pytest.raises(RuntimeError, match=r"Convert the model before training|full_params"):
+        step()
+    engine.abandon()
+
+
+@every_stage
+def test_full_params_without_writeback_refuse_a_write(stage):
+    ours = OneWeight(torch.float32)
+    with running(ours, [SGD(ours.parameters(), lr=1.0)], stage) as engine:
+        with (
+            pytest.raises(RuntimeError, match="writeback=True"),
+            engine.full_params(),
+            torch.no_grad(),
+        ):
+            ours.weight.fill_(8.0)
+        with engine.full_params(writeback=True), torch.no_grad():
+            ours.weight.fill_(2.0)
+    assert torch.equal(ours.weight.detach(), torch.full((3,), 2.0))
 
 
 @every_stage
