@@ -54,7 +54,6 @@ def check_model(
 
     Raises:
         ValueError: An optimizer or a parameter cannot be used.
-        RuntimeError: A parameter has lost its values in an earlier error.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
     is_cut = world_size > 1 and options.policy.shards_optimizer
@@ -86,12 +85,6 @@ def _check_parameter(parameter: nn.Parameter, name: str) -> None:
         raise ValueError(
             f"{name!r} is complex ({parameter.dtype}), which ZeroStrategy cannot partition:"
             " store it as a real tensor (torch.view_as_real) or use strategy='ddp'"
-        )
-    if is_placeholder(parameter):
-        raise RuntimeError(
-            f"{name!r} has no values: training of this model ended with an error while its"
-            " parameters were sharded over the ranks. Make the model anew, or load a"
-            " checkpoint into a new one."
         )
 
 
@@ -137,7 +130,18 @@ def partition(module: nn.Module, options: ZeroOptions, groups: ShardGroups) -> P
 
 
 def broadcast_module(module: nn.Module, groups: ShardGroups) -> None:
-    """Give all ranks the parameters and buffers of rank 0."""
+    """Give all ranks the parameters and buffers of rank 0.
+
+    Raises:
+        RuntimeError: A parameter has lost its values in an earlier error.
+    """
+    for name, parameter in module.named_parameters():
+        if is_placeholder(parameter):  # it could not be written to
+            raise RuntimeError(
+                f"{name!r} has no values: training of this model ended with an error while its"
+                " parameters were sharded over the ranks. Make the model anew, or load a"
+                " checkpoint into a new one."
+            )
     tensors = [parameter.data for parameter in module.parameters()]
     groups.control.broadcast(tensors + [buffer.data for buffer in module.buffers()])
 
