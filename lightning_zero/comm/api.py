@@ -53,7 +53,13 @@ class Collectives(ABC):
         """
 
     @abstractmethod
-    def reduce_scatter(self, flat: Tensor, out: Tensor, accumulate: bool, key: int) -> Handle:
+    def scratch_numel(self, flat_numel: int) -> int:
+        """Elements of scratch memory that a ``reduce_scatter`` of [N] needs."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self, flat: Tensor, out: Tensor, accumulate: bool, key: int, scratch: Tensor
+    ) -> Handle:
         """Sum a flat tensor over ranks; this rank receives its own shard of the sum.
 
         Args:
@@ -62,6 +68,7 @@ class Collectives(ABC):
             out: 1-D [S], receives the sum when the handle is waited for; any floating dtype.
             accumulate: Add to ``out`` instead of overwriting it.
             key: See the class.
+            scratch: 1-D [``scratch_numel(N)``], dtype of ``flat``; free again after the wait.
         """
 
     @abstractmethod

@@ -52,7 +52,13 @@ class SingleProcess(Collectives):
         """See the base class."""
         return Done()
 
-    def reduce_scatter(self, flat: Tensor, out: Tensor, accumulate: bool, key: int) -> Handle:
+    def scratch_numel(self, flat_numel: int) -> int:
+        """See the base class."""
+        return 0
+
+    def reduce_scatter(
+        self, flat: Tensor, out: Tensor, accumulate: bool, key: int, scratch: Tensor
+    ) -> Handle:
         """See the base class."""
         if accumulate:
             out.add_(flat)
@@ -176,11 +182,15 @@ class NativeCollectives(_GroupCollectives):
         self.sent_nbytes += shard.nbytes * (self.world_size - 1)
         return _Works([work], (flat, shard))
 
-    def reduce_scatter(self, flat: Tensor, out: Tensor, accumulate: bool, key: int) -> Handle:
+    def scratch_numel(self, flat_numel: int) -> int:
         """See the base class."""
-        own = out
-        if accumulate or out.dtype != flat.dtype:
-            own = torch.empty(out.numel(), dtype=flat.dtype, device=flat.device)
+        return flat_numel // self.world_size
+
+    def reduce_scatter(
+        self, flat: Tensor, out: Tensor, accumulate: bool, key: int, scratch: Tensor
+    ) -> Handle:
+        """See the base class."""
+        own = scratch if accumulate or out.dtype != flat.dtype else out
         work = _reduce_scatter_single(own, flat, group=self._group, async_op=True)
         self.sent_nbytes += out.numel() * flat.element_size() * (self.world_size - 1)
         return _NativeReduction(work, flat, own, out, accumulate)
@@ -226,12 +236,16 @@ class PairwiseCollectives(_GroupCollectives):
         self.sent_nbytes += shard.nbytes * len(self._peers)
         return _Works(works, (flat, shard))
 
-    def reduce_scatter(self, flat: Tensor, out: Tensor, accumulate: bool, key: int) -> Handle:
+    def scratch_numel(self, flat_numel: int) -> int:
+        """See the base class."""
+        return flat_numel // self.world_size * (self.world_size - 1)
+
+    def reduce_scatter(
+        self, flat: Tensor, out: Tensor, accumulate: bool, key: int, scratch: Tensor
+    ) -> Handle:
         """See the base class."""
         tag, numel = self._tag(key), out.numel()
-        staging = torch.empty(
-            (self.world_size - 1) * numel, dtype=flat.dtype, device=flat.device
-        ).view(self.world_size - 1, numel)
+        staging = scratch.view(self.world_size - 1, numel)
         received = {peer: staging[step] for step, (peer, _) in enumerate(self._peers)}
         works = [
             dist.irecv(received[peer], source, group=self._group, tag=tag)

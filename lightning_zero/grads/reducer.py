@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -25,8 +26,12 @@ from lightning_zero.comm.api import Collectives, Handle
 from lightning_zero.grads.bucket import GradientBucket
 from lightning_zero.memory.pool import BufferPool
 
-MAX_IN_FLIGHT = 2
-"""Buckets whose reduction may be under way at once; bounds the memory of collection buffers."""
+MAX_IN_FLIGHT = 1
+"""Buckets whose reduction may be under way while the next one is collected.
+
+More would hide no more: the next one has left before compute has filled another. Fewer buffers are
+also fewer pages that the system has to hand out anew in each backward.
+"""
 
 
 class GradientReducer:
@@ -61,7 +66,7 @@ class GradientReducer:
         self._max_in_flight = MAX_IN_FLIGHT if overlap_comm else 0
         self._on_complete = on_complete
         self._on_finish = on_finish
-        self._in_flight: deque[tuple[GradientBucket, Handle]] = deque()
+        self._in_flight: deque[_Reduction] = deque()
         self._next = len(self.buckets) - 1
         self._scope_depth = 0
         self._is_running = False
@@ -120,9 +125,8 @@ class GradientReducer:
     def abort(self, timeout: timedelta) -> None:
         """Forget the backward under way after an error; no new transfer is started."""
         while self._in_flight:
-            _, handle = self._in_flight.popleft()
             try:
-                handle.wait(timeout)
+                self._in_flight.popleft().handle.wait(timeout)
             except Exception:  # a peer that is gone; the error that brought us here is raised
                 continue
         for bucket in self.buckets:
@@ -202,25 +206,36 @@ class GradientReducer:
         self._next -= 1
         while len(self._in_flight) >= max(self._max_in_flight, 1):
             self._retire()
+        out = bucket.shard_grad
         if self._is_scattered:
+            scratch_numel = self._collectives.scratch_numel(buffer.numel())
+            scratch = self._pool.take(scratch_numel, bucket.wire_dtype)
             handle = self._collectives.reduce_scatter(
-                buffer, bucket.shard_grad, accumulate, key=bucket.layout.index
+                buffer, out, accumulate, bucket.layout.index, scratch
             )
+            self._in_flight.append(_Reduction(bucket, handle, scratch))
         else:
-            handle = _WholeSum(
-                self._collectives.all_reduce(buffer), buffer, bucket.shard_grad, accumulate
-            )
-        self._in_flight.append((bucket, handle))
+            handle = _WholeSum(self._collectives.all_reduce(buffer), buffer, out, accumulate)
+            self._in_flight.append(_Reduction(bucket, handle, None))
         if not self._max_in_flight:
             self._retire()
 
     def _retire(self) -> None:
-        """Wait for the oldest reduction and recycle its buffer."""
-        bucket, handle = self._in_flight.popleft()
-        handle.wait()
-        if bucket.buffer is not None:
-            self._pool.give(bucket.buffer)
-            bucket.buffer = None
+        """Wait for the oldest reduction and recycle its buffers."""
+        reduction = self._in_flight.popleft()
+        reduction.handle.wait()
+        for buffer in (reduction.bucket.buffer, reduction.scratch):
+            if buffer is not None:
+                self._pool.give(buffer)
+        reduction.bucket.buffer = None
+
+
+class _Reduction(NamedTuple):
+    """A reduction under way, and the memory that it uses."""
+
+    bucket: GradientBucket
+    handle: Handle
+    scratch: Tensor | None
 
 
 class _WholeSum:

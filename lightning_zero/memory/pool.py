@@ -7,20 +7,24 @@ from torch import Tensor
 
 
 class BufferPool:
-    """Flat tensors of one device, kept by dtype and size until ``clear``."""
+    """Flat tensors of one device, kept until ``clear``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        self._free: list[Tensor] = []
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor with arbitrary content."""
-        free = self._free.get((dtype, numel))
-        return free.pop() if free else torch.empty(numel, dtype=dtype, device=self._device)
+        """A 1-D tensor of ``numel`` elements with arbitrary content, maybe part of a larger one."""
+        fitting = [b for b in self._free if b.dtype == dtype and b.numel() >= numel]
+        if not fitting:
+            return torch.empty(numel, dtype=dtype, device=self._device)
+        smallest = min(fitting, key=Tensor.numel)
+        self._free = [buffer for buffer in self._free if buffer is not smallest]
+        return smallest if smallest.numel() == numel else smallest[:numel]
 
     def give(self, buffer: Tensor) -> None:
         """Take a tensor back that nobody reads or writes any more."""
-        self._free.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)
+        self._free.append(buffer if buffer._base is None else buffer._base)
 
     def clear(self) -> None:
         """Free all that was given back."""

@@ -18,7 +18,7 @@ from tests.helpers.spawn import run_ranks
 
 STAGES = (0, 1, 2, 3)
 WIDTH, DEPTH, STEPS = 128, 16, 3
-BUCKETS_AT_PEAK = {0: 5, 1: 5, 2: 5, 3: 9}
+BUCKETS_AT_PEAK = {0: 4, 1: 4, 2: 4, 3: 7}
 """The stated buffer bound, in buckets: collection, staging and gathered parameters at once."""
 
 

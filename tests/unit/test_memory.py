@@ -17,13 +17,26 @@ def test_buffer_given_back_is_taken_again():
     assert pool.take(8, torch.float32) is first
 
 
-def test_buffer_of_another_size_or_dtype_is_a_new_one():
+def test_buffer_of_another_dtype_or_too_small_is_a_new_one():
     pool = BufferPool(torch.device("cpu"))
     held = pool.take(8, torch.float32)
     pool.give(held)
-    assert pool.take(4, torch.float32).shape == (4,)
     assert pool.take(8, torch.bfloat16).dtype is torch.bfloat16
+    assert pool.take(9, torch.float32).shape == (9,)
     assert pool.take(8, torch.float32) is held
+
+
+def test_part_of_a_larger_buffer_is_given_back_as_the_whole():
+    pool = BufferPool(torch.device("cpu"))
+    large, small = pool.take(8, torch.float32), pool.take(5, torch.float32)
+    pool.give(large)
+    pool.give(small)
+    part = pool.take(4, torch.float32)
+    assert part.shape == (4,)
+    assert part.data_ptr() == small.data_ptr()  # the smallest that fits
+    assert pool.take(4, torch.float32).data_ptr() == large.data_ptr()
+    pool.give(part)
+    assert pool.take(5, torch.float32).data_ptr() == small.data_ptr()
 
 
 def test_cleared_pool_holds_nothing():

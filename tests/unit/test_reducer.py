@@ -35,10 +35,15 @@ class Recording(type(choose_collectives(None))):
         super().__init__()
         self.keys, self.pending, self.most_pending = [], 0, 0
 
-    def reduce_scatter(self, flat, out, accumulate, key):
+    def scratch_numel(self, flat_numel):
+        return 3
+
+    def reduce_scatter(self, flat, out, accumulate, key, scratch):
+        assert scratch.shape == (3,)
+        assert scratch.dtype == flat.dtype
         self.keys.append(key)
         run = super().reduce_scatter
-        return Pending(self, lambda: run(flat, out, accumulate, key))
+        return Pending(self, lambda: run(flat, out, accumulate, key, scratch))
 
 
 @pytest.fixture
