@@ -28,6 +28,7 @@ from lightning_zero.checkpoint import consolidated
 from lightning_zero.comm import ShardGroups
 from lightning_zero.config import ZeroOptions
 from lightning_zero.grads.reducer import GradientReducer
+from lightning_zero.memory.host import keep_freed_memory
 from lightning_zero.memory.measure import ModelStateBytes, storage_nbytes
 from lightning_zero.memory.pool import BufferPool
 from lightning_zero.optim.agreement import GradientAgreement
@@ -54,6 +55,7 @@ class ZeroEngine:
             evaluation.
         options: What to shard.
         groups: Collectives over the ranks that share the states.
+        broadcast: Give all ranks the values of rank 0 first; False if they have them already.
 
     Raises:
         ValueError: An optimizer or a parameter cannot be used.
@@ -66,6 +68,8 @@ class ZeroEngine:
         optimizers: Sequence[Optimizer],
         options: ZeroOptions,
         groups: ShardGroups,
+        *,
+        broadcast: bool = True,
     ) -> None:
         self.module = module
         self.options = options
@@ -74,7 +78,8 @@ class ZeroEngine:
         self._optimizers = list(optimizers)
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         check_model(module, optimizers, options, groups.world_size)
-        broadcast_module(module, groups)
+        if broadcast:
+            broadcast_module(module, groups)
         parts = partition(module, options, groups)
         self._buckets = parts.buckets
         self.coordinator = ParameterCoordinator(parts.buckets, options.overlap_comm)
@@ -96,6 +101,8 @@ class ZeroEngine:
         self._agreement = GradientAgreement(
             self._reducer, self.table, groups.gradients, self._policy.shards_optimizer
         )
+        if optimizers and self.device.type == "cpu":
+            keep_freed_memory()
         self._buffer_sync = BufferSync(module, groups.control) if optimizers else None
         self._hooks: ModuleHooks | None = ModuleHooks(
             module, parts.units, self.coordinator, self.step_scope
@@ -309,10 +316,6 @@ class ZeroEngine:
         """Buckets of parameters in model order."""
         return self._buckets
 
-    def name_of(self, parameter: nn.Parameter) -> str:
-        """Fully qualified name of a parameter of the module."""
-        return self._names.get(parameter, "<not in the module>")
-
     def measure(self) -> ModelStateBytes:
         """Bytes of model states alive on this rank now, each storage counted once."""
         states = [
@@ -341,7 +344,7 @@ class ZeroEngine:
 
     def _check_trained_set(self, optimizer: Optimizer) -> None:
         strays = [
-            self.name_of(p)
+            self._names.get(p, "<not in the module>")
             for p in parameters_of(optimizer)
             if p.requires_grad and p not in self.table
         ]

@@ -171,13 +171,15 @@ class ZeroStrategy(DDPStrategy):
         if is_fitting:
             self._begin_training()
         elif self._policy.shards_parameters:
-            self._engine = ZeroEngine(self.model, [], self.options, self._groups)
+            self._engine = ZeroEngine(self.model, [], self.options, self._groups, broadcast=False)
 
     def _begin_training(self) -> None:
         if self.model is None or self._groups is None:
             raise AssertionError("training begins after setup")
         optimizers = [_plain(optimizer) for optimizer in self.optimizers]
-        engine = ZeroEngine(self.model, _real(optimizers), self.options, self._groups)
+        engine = ZeroEngine(
+            self.model, _real(optimizers), self.options, self._groups, broadcast=False
+        )
         self._engine = self._optimizer_engine = engine
         if isinstance(self._precision_plugin, ZeroPrecision):
             self._precision_plugin.engine = engine

@@ -30,9 +30,9 @@ class Done:
 class Collectives(ABC):
     """Collectives of one group of ranks.
 
-    ``key`` tells the calls that may be in flight together apart. All ranks use the same key for the
-    same transfer, and call ``advance`` together, after which keys may be used again. A transfer of
-    one generation is never taken for one of another.
+    ``key`` tells the calls that may be in flight together apart: all ranks use the same key for the
+    same transfer; transfers of one key meet in the order of their calls. ``advance``, called by all
+    ranks together, begins a new generation: no transfer is taken for one of another generation.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:

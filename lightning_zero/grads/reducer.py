@@ -106,6 +106,7 @@ class GradientReducer:
         for bucket in self.buckets:
             bucket.show_faces()
         self._next = len(self.buckets) - 1
+        self._collectives.advance()
         self._pool.clear()
 
     def has_unreduced(self) -> bool:
