@@ -43,8 +43,7 @@ class GradientReducer:
         pool: Collection buffers.
         is_scattered: Each rank receives its shard of the sum; else all receive the whole sum.
         overlap_comm: Let reductions travel while backward goes on.
-        on_complete: Called with a bucket's index once all its gradients of a backward are
-        collected.
+        on_complete: Called with a bucket's index once all its gradients of a backward have come.
         on_finish: Called when a backward has ended.
     """
 

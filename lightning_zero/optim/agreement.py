@@ -1,8 +1,8 @@
 """What all ranks have to know about the gradients before an optimizer step.
 
-One small sum over the ranks answers three questions: is there a gradient that was not reduced yet,
-which parameters did anybody use ("nobody" keeps the meaning of ``grad is None``: no weight decay,
-no momentum), and how large is the norm.
+One small sum over the ranks answers two questions: is there a gradient that was not reduced yet,
+and which parameters did anybody use ("nobody" keeps the meaning of ``grad is None``: no weight
+decay, no momentum). Who asks for the norm pays for one more.
 """
 
 from __future__ import annotations
@@ -72,8 +72,7 @@ class GradientAgreement:
         for piece in counted:
             norm = torch.linalg.vector_norm(piece.grad, norm_type, dtype=torch.float64)
             powers += norm.pow(norm_type)
-        if self._is_sharded:
-            self._collectives.agree(powers)
+        self._collectives.agree(powers)
         return float(powers.pow(1.0 / norm_type))
 
     def forget(self) -> None:
