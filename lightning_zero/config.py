@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from lightning_zero.plan.layout import ShardBy
+from lightning_zero.plan.prefetch import PrefetchOptions
+
+GatherBy = Literal["auto", "one_sided", "collective"]
+LeafModule = str | type[nn.Module]
 
 STAGES = (0, 1, 2, 3)
 _DTYPE_NAMES = {
@@ -60,6 +67,18 @@ class ZeroOptions:
     shard_by: ShardBy = "element"
     """``"element"``, or ``"tensor"`` for optimizers that need whole parameters."""
 
+    prefetch: PrefetchOptions | Mapping[str, Any] | None = None
+    """Stage 3: what is fetched ahead and kept. A mapping holds the fields of the class."""
+
+    gather_by: GatherBy = "auto"
+    """Stage 3: how full parameters come together. ``"one_sided"``: a rank reads the shards of the
+    others without a call of theirs, so ranks may run different modules. ``"collective"``: all ranks
+    call together. ``"auto"``: collective where the backend is NCCL, else one-sided."""
+
+    leaf_modules: Sequence[LeafModule] = ()
+    """Stage 3: modules whose parameters travel as a whole, whatever runs inside of them. Classes,
+    names of classes, full names of modules, or endings of full names (``".experts"``)."""
+
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or self.stage not in STAGES:
             raise ValueError(
@@ -86,6 +105,52 @@ class ZeroOptions:
             if not isinstance(value, bool) and not (name == "master_weights" and value is None):
                 raise ValueError(f"{name} must be True or False, got {value!r}")
         self.reduce_dtype = _floating_dtype(self.reduce_dtype)
+        self._check_stage_three()
+
+    def _check_stage_three(self) -> None:
+        if self.gather_by not in ("auto", "one_sided", "collective"):
+            raise ValueError(
+                f"gather_by must be 'auto', 'one_sided' or 'collective', got {self.gather_by!r}"
+            )
+        given = {
+            "prefetch": self.prefetch is not None,
+            "gather_by": self.gather_by != "auto",
+            "leaf_modules": bool(self.leaf_modules),
+        }
+        if not self.policy.shards_parameters:
+            for name in (name for name, is_given in given.items() if is_given):
+                raise ValueError(
+                    f"{name} has no effect at stage {self.stage}, which keeps all parameters in"
+                    " memory: remove it, or choose stage 3"
+                )
+        options = self.prefetch_options
+        if not self.overlap_comm and options.prefetch_numel:
+            raise ValueError(
+                f"prefetch_numel={options.prefetch_numel} has no effect with overlap_comm=False,"
+                " which fetches each bucket when it is needed: remove one of the two"
+            )
+        for leaf in self.leaf_modules if not isinstance(self.leaf_modules, str) else ("",):
+            is_class = isinstance(leaf, type) and issubclass(leaf, nn.Module)
+            if not is_class and not (isinstance(leaf, str) and leaf):
+                raise ValueError(
+                    "leaf_modules must be a list of module classes and names, got"
+                    f" {self.leaf_modules!r}"
+                )
+
+    @property
+    def prefetch_options(self) -> PrefetchOptions:
+        """``prefetch`` as an object."""
+        if self.prefetch is None:
+            return PrefetchOptions()
+        if isinstance(self.prefetch, PrefetchOptions):
+            return self.prefetch
+        try:
+            return PrefetchOptions(**self.prefetch)
+        except TypeError as error:
+            known = list(PrefetchOptions.__dataclass_fields__)
+            raise ValueError(
+                f"prefetch must hold some of {known}, got {self.prefetch!r} ({error})"
+            ) from error
 
     @property
     def policy(self) -> StagePolicy:

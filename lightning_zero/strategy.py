@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
@@ -23,11 +23,12 @@ from typing_extensions import override
 
 from lightning_zero import _compat
 from lightning_zero.comm import ShardGroups
-from lightning_zero.config import ZeroOptions
+from lightning_zero.config import GatherBy, LeafModule, ZeroOptions
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.memory.measure import ModelStateBytes
 from lightning_zero.partition import broadcast_module
 from lightning_zero.plan.layout import ShardBy
+from lightning_zero.plan.prefetch import PrefetchOptions
 from lightning_zero.precision import ZeroPrecision, zero_precision
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -41,18 +42,22 @@ class ZeroStrategy(DDPStrategy):
 
     Args:
         stage: 0 shards nothing (plain data parallelism), 1 shards optimizer state, 2 also
-        gradients, 3
-            also parameters.
+            gradients, 3 also parameters.
         overlap_comm: Let transfers travel while the model computes.
         bucket_numel: Capacity of a bucket in elements: what travels in one transfer, and the unit
-        of
-            buffers. None for about a twelfth of the model, at most 6 Mi elements.
+            of buffers. None for about a twelfth of the model, at most 6 Mi elements.
         master_weights: Step an fp32 copy of parameters of lower precision (``bf16-true``). None for
             yes where there are such parameters.
         reduce_dtype: Dtype in which gradients travel and are summed, such as ``"float32"``. None
             for the dtype of the parameters.
         shard_by: ``"element"`` cuts parameters anywhere; ``"tensor"`` keeps each parameter whole on
             one rank, for optimizers that need whole matrices or norms (Muon, Adafactor, LAMB).
+        prefetch: Stage 3: how much of the parameters may be in memory and how early they come, a
+            :class:`PrefetchOptions` or a dict of its fields.
+        gather_by: Stage 3: ``"one_sided"`` lets ranks run different modules, ``"collective"`` needs
+            them in step; ``"auto"`` is collective with NCCL, else one-sided.
+        leaf_modules: Stage 3: modules whose parameters travel as a whole: classes, names of
+            classes, names of modules, or endings of names.
         timeout: Longest wait for another rank, as a timedelta or in seconds.
         start_method: How ranks are started: ``"popen"``, ``"spawn"``, ``"fork"``, ``"forkserver"``.
         process_group_backend: As for ``DDPStrategy``.
@@ -80,6 +85,9 @@ class ZeroStrategy(DDPStrategy):
         master_weights: bool | None = None,
         reduce_dtype: torch.dtype | str | None = None,
         shard_by: ShardBy = "element",
+        prefetch: PrefetchOptions | Mapping[str, Any] | None = None,
+        gather_by: GatherBy = "auto",
+        leaf_modules: Sequence[LeafModule] = (),
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         process_group_backend: str | None = None,
@@ -96,6 +104,9 @@ class ZeroStrategy(DDPStrategy):
             master_weights=master_weights,
             reduce_dtype=reduce_dtype,
             shard_by=shard_by,
+            prefetch=prefetch,
+            gather_by=gather_by,
+            leaf_modules=leaf_modules,
         )
         self._policy = self.options.policy
         self._engine: ZeroEngine | None = None

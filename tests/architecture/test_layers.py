@@ -28,6 +28,7 @@ LEVELS = [
     ("memory/",),
     ("comm/",),
     ("ops/",),
+    ("observe/",),
     ("plan/",),
     ("_compat.py",),
     ("__about__.py",),

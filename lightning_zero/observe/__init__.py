@@ -1,0 +1,1 @@
+"""What the engine tells about itself: spans of time, and counts."""

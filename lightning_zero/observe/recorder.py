@@ -1,0 +1,43 @@
+"""The interface through which the rooms tell what they do; silent unless somebody listens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Span = Any
+"""What ``begin`` returns and ``end`` takes; opaque to the one that calls them."""
+
+
+class Recorder:
+    """Takes notice of nothing. The base of those who do.
+
+    Kinds of spans: the eight timers of stage 3 (``forward_fetch_submit``, ``forward_fetch_wait``,
+    ``forward_prefetch_submit``, ``forward_all_gather`` and the same for backward), ``use`` (a unit
+    runs its forward), ``reduce`` (a bucket of gradients is on its way). Kinds of instants:
+    ``release``.
+    """
+
+    is_silent = True
+    """Whether a caller can save itself the trouble."""
+
+    def begin(self, kind: str, bucket: int = -1, numel: int = 0) -> Span:
+        """A span begins.
+
+        Args:
+            kind: What it is, see the class.
+            bucket: Index of the bucket; -1 if it is about none or several.
+            numel: Elements that it is about.
+        """
+        return None
+
+    def end(self, span: Span) -> None:
+        """A span that ``begin`` returned is over."""
+
+    def instant(self, kind: str, bucket: int = -1, numel: int = 0) -> None:
+        """Something happened at once."""
+
+    def step_begin(self) -> None:
+        """A step begins; the one before it is over."""
+
+
+SILENT = Recorder()
