@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 Span = Any
@@ -41,3 +42,50 @@ class Recorder:
 
 
 SILENT = Recorder()
+
+
+class Recorders(Recorder):
+    """Hands everything on to several recorders.
+
+    Args:
+        recorders: Those who listen.
+    """
+
+    is_silent = False
+
+    def __init__(self, recorders: Sequence[Recorder]) -> None:
+        self._recorders = tuple(recorders)
+        self._is_paused = False
+
+    def pause(self) -> None:
+        """Hear nothing until the next step begins; spans under way still end."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Hear again."""
+        self._is_paused = False
+
+    def begin(self, kind: str, bucket: int = -1, numel: int = 0) -> Span:
+        """See the base class."""
+        if self._is_paused:
+            return None
+        return [recorder.begin(kind, bucket, numel) for recorder in self._recorders]
+
+    def end(self, span: Span) -> None:
+        """See the base class."""
+        if span is not None:
+            # The one that began last ends first: each span holds those of the later recorders.
+            for recorder, part in zip(reversed(self._recorders), reversed(span), strict=True):
+                recorder.end(part)
+
+    def instant(self, kind: str, bucket: int = -1, numel: int = 0) -> None:
+        """See the base class."""
+        if not self._is_paused:
+            for recorder in self._recorders:
+                recorder.instant(kind, bucket, numel)
+
+    def step_begin(self) -> None:
+        """See the base class."""
+        self._is_paused = False
+        for recorder in self._recorders:
+            recorder.step_begin()
