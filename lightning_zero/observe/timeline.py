@@ -170,7 +170,7 @@ class Timeline(Recorder):
             "otherData": {"rank": self.rank, "start_ns": self._day_ns + round(start_s * 1e9)},
         }
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"timeline-rank{self.rank}.json"
+        path = folder / rank_file(self.rank)
         path.write_text(json.dumps(content))
         return path
 
@@ -185,6 +185,11 @@ class Timeline(Recorder):
             return float(mark)
         origin_s, origin = self._origin
         return origin_s + self._events.seconds(origin, mark) if mark.query() else None
+
+
+def rank_file(rank: int) -> str:
+    """Name of the file of one rank."""
+    return f"timeline-rank{rank}.json"
 
 
 def trace_events(moments: Sequence[Moment], rank: int, start_s: float) -> list[dict[str, Any]]:
