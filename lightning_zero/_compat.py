@@ -58,6 +58,11 @@ def storage_identity(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def storage_users(tensor: torch.Tensor) -> int:
+    """Tensors and others that hold the storage of a tensor, itself and this call's included."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
 class NodeHandle:
     """Handle of a hook on a node of the graph, and what keeps that node alive."""
 

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lightning_zero.params.units import LeafModule
 from lightning_zero.plan.layout import ShardBy
 from lightning_zero.plan.prefetch import PrefetchOptions
 
 GatherBy = Literal["auto", "one_sided", "collective"]
-LeafModule = str | type[nn.Module]
 
 STAGES = (0, 1, 2, 3)
 _DTYPE_NAMES = {

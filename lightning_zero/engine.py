@@ -15,7 +15,7 @@ The engine knows nothing of Lightning: it also drives a bare loop::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -25,12 +25,14 @@ from torch.optim import Optimizer
 
 from lightning_zero import _compat
 from lightning_zero.checkpoint import consolidated
-from lightning_zero.comm import ShardGroups
+from lightning_zero.comm import ShardGroups, ShardReads
+from lightning_zero.comm.reads import OwnReads
 from lightning_zero.config import ZeroOptions
 from lightning_zero.grads.reducer import GradientReducer
 from lightning_zero.memory.host import keep_freed_memory
 from lightning_zero.memory.measure import ModelStateBytes, storage_nbytes
 from lightning_zero.memory.pool import BufferPool
+from lightning_zero.observe.recorder import SILENT, Recorder
 from lightning_zero.optim.agreement import GradientAgreement
 from lightning_zero.optim.pieces import MasterShard, PieceTable, parameters_of
 from lightning_zero.params.bucket import ParameterBucket, ParamStatus
@@ -56,6 +58,7 @@ class ZeroEngine:
         options: What to shard.
         groups: Collectives over the ranks that share the states.
         broadcast: Give all ranks the values of rank 0 first; False if they have them already.
+        recorder: Told of what happens when.
 
     Raises:
         ValueError: An optimizer or a parameter cannot be used.
@@ -70,6 +73,7 @@ class ZeroEngine:
         groups: ShardGroups,
         *,
         broadcast: bool = True,
+        recorder: Recorder = SILENT,
     ) -> None:
         self.module = module
         self.options = options
@@ -80,9 +84,15 @@ class ZeroEngine:
         check_model(module, optimizers, options, groups.world_size)
         if broadcast:
             broadcast_module(module, groups)
-        parts = partition(module, options, groups)
+        self._recorder = recorder
+        self._shards: ShardReads = OwnReads()
+        if self._policy.shards_parameters:
+            self._shards = groups.reads(options.gather_by)
+        parts = partition(module, options, groups, self._shards)
         self._buckets = parts.buckets
-        self.coordinator = ParameterCoordinator(parts.buckets, options.overlap_comm)
+        self.coordinator = ParameterCoordinator(
+            parts.buckets, self._shards, options.prefetch_options, options.overlap_comm, recorder
+        )
         self.table = PieceTable(
             [
                 MasterShard(parameters, gradients, options.master_weights is not False)
@@ -95,8 +105,9 @@ class ZeroEngine:
             BufferPool(self.device),
             is_scattered=self._policy.shards_optimizer,
             overlap_comm=options.overlap_comm,
+            recorder=recorder,
             on_complete=self.coordinator.on_gradients_complete,
-            on_finish=self.coordinator.on_backward_end,
+            on_finish=self.coordinator.release_all,
         )
         self._agreement = GradientAgreement(
             self._reducer, self.table, groups.gradients, self._policy.shards_optimizer
@@ -111,13 +122,14 @@ class ZeroEngine:
         # Reads inside of traced code are not seen, so nothing may be in flight there.
         self._traced_buckets = {b for b in self._buckets if not traced.isdisjoint(b.parameters)}
         self.coordinator.release_all()
+        self._shards.open({b.layout.index: b.shard for b in self._buckets if not b.is_resident})
 
     # One step, in the order of its calls.
 
     @contextmanager
     def step_scope(self) -> Iterator[None]:
         """Everything that runs inside is one forward, with its loss, or one of evaluation."""
-        buffers = None if self.coordinator.is_in_step() else self._buffer_sync
+        buffers = None if self.coordinator.is_in_step else self._buffer_sync
         if buffers is not None:
             buffers.before_forward()
         with forward_scope(self.coordinator):
@@ -141,9 +153,13 @@ class ZeroEngine:
         finally:
             self._reducer.synchronises = synchronises
 
-    def backward_scope(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def backward_scope(self) -> Iterator[None]:
         """Backward calls inside count as one; their gradients are averaged when it ends."""
-        return self._reducer.backward_scope()
+        span = self._recorder.begin("backward")
+        with self._reducer.backward_scope():
+            yield
+        self._recorder.end(span)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Compute gradients of a loss and average them over the ranks.
@@ -204,14 +220,19 @@ class ZeroEngine:
             What ``run`` returned.
         """
         masters = self.table.masters_of(optimizer)
+        digest = self.coordinator.end_step()
         for master in masters:
             self.coordinator.before_update(master.parameters)
-            master.refresh()
-        with torch.no_grad(), self.pieces(optimizer):
-            result = (run or optimizer.step)()
-        for master in masters:
-            master.store()
-            master.drop_step_grad()
+        self._agreement.used()
+        with self.coordinator.residency.update("optimizer step", digest) as digests:
+            for master in masters:
+                master.refresh()
+            with torch.no_grad(), self.pieces(optimizer):
+                result = (run or optimizer.step)()
+            for master in masters:
+                master.store()
+                master.drop_step_grad()
+        self.coordinator.passes.compare(digests)
         self._publish([master.parameters for master in masters])
         return result
 
@@ -240,26 +261,31 @@ class ZeroEngine:
         buckets = [bucket for bucket in self._buckets if bucket in wanted]
         with self.coordinator.held(buckets):
             yield
-            if not writeback and any(bucket.was_written() for bucket in buckets):
+            if writeback:
+                with self.coordinator.residency.update("full_params(writeback=True)"):
+                    for bucket in buckets:
+                        bucket.keep_written_values()
+            elif any(bucket.was_written() for bucket in buckets):
+                for bucket in buckets:
+                    bucket.forget_writes()
                 raise RuntimeError(
                     "a parameter was written to inside of full_params() that was entered without"
                     " writeback=True: say writeback=True to keep what is written"
                 )
-            for bucket in buckets if writeback else ():
-                bucket.keep_written_values()
 
     def module_state_dict(self, module: nn.Module | None = None) -> dict[str, Any]:
         """State dict of the model, or of a part of it, on rank 0; empty on other ranks.
 
         See :func:`lightning_zero.checkpoint.consolidated.module_state_dict`.
         """
-        self.coordinator.settle()
+        self.coordinator.visits.settle()
         for bucket in self._buckets:
             if bucket.status is ParamStatus.NOT_AVAILABLE:
                 bucket.check_untouched()
-        return consolidated.module_state_dict(
-            module or self.module, self._buckets, self.groups.control
-        )
+        with self.coordinator.visits.left_alone():
+            return consolidated.module_state_dict(
+                module or self.module, self._buckets, self.groups.control
+            )
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """State dict of an optimizer on rank 0, also after ``close``.
@@ -284,6 +310,7 @@ class ZeroEngine:
         if self._hooks is None:
             return
         with self.coordinator.held(self._buckets):
+            self._shards.close()
             self._take_off()
             for bucket in self._buckets:
                 bucket.restore_parameters()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero import _compat
-from lightning_zero.comm import ShardGroups
+from lightning_zero.comm import ShardGroups, ShardReads
 from lightning_zero.config import ZeroOptions
 from lightning_zero.grads.bucket import GradientBucket
 from lightning_zero.optim import geometry
@@ -88,7 +88,9 @@ def _check_parameter(parameter: nn.Parameter, name: str) -> None:
         )
 
 
-def partition(module: nn.Module, options: ZeroOptions, groups: ShardGroups) -> Partition:
+def partition(
+    module: nn.Module, options: ZeroOptions, groups: ShardGroups, shards: ShardReads
+) -> Partition:
     """Lay the parameters of a module into buckets; they become views of them.
 
     At stages below 3 frozen parameters stay outside: they have no gradient and no state.
@@ -97,12 +99,14 @@ def partition(module: nn.Module, options: ZeroOptions, groups: ShardGroups) -> P
         module: The whole model, equal on all ranks.
         options: What to shard.
         groups: Collectives over the ranks that share the states.
+        shards: Brings the shards of buckets together that come and go.
     """
     policy = options.policy
     wanted = {p for p in module.parameters() if p.requires_grad or policy.shards_parameters}
     total_numel = sum(parameter.numel() for parameter in wanted)
     bucket_numel = options.bucket_numel or default_bucket_numel(total_numel)
-    units = module_units(module, bucket_numel)
+    units = module_units(module, bucket_numel, options.leaf_modules)
+    persistent = _persistent(wanted, module, options)
     found = {
         fqn: (index, parameter)
         for index, unit in enumerate(units)
@@ -111,21 +115,21 @@ def partition(module: nn.Module, options: ZeroOptions, groups: ShardGroups) -> P
     }
     item_nbytes = min((parameter.element_size() for parameter in wanted), default=4)
     layouts = plan_buckets(
-        [_spec(fqn, parameter, index) for fqn, (index, parameter) in found.items()],
+        [
+            _spec(fqn, parameter, index, parameter in persistent)
+            for fqn, (index, parameter) in found.items()
+        ],
         world_size=groups.world_size if policy.shards_optimizer else 1,
         bucket_numel=bucket_numel,
         align_numel=ALIGN_NBYTES // item_nbytes,
         shard_by=options.shard_by,
     )
-    buckets = [
-        ParameterBucket(
-            layout,
-            [found[slot.fqn][1] for slot in layout.slots],
-            groups.parameters,
-            is_resident=not policy.shards_parameters,
-        )
-        for layout in layouts
-    ]
+    buckets = []
+    for layout in layouts:
+        parameters = [found[slot.fqn][1] for slot in layout.slots]
+        is_resident = not policy.shards_parameters or parameters[0] in persistent
+        gathers = groups.parameters if is_resident else shards
+        buckets.append(ParameterBucket(layout, parameters, gathers, is_resident))
     return Partition(units, buckets, [_gradients(b, options) for b in buckets if _trains(b)])
 
 
@@ -155,8 +159,28 @@ def _gradients(bucket: ParameterBucket, options: ZeroOptions) -> GradientBucket:
     return GradientBucket(bucket.layout, bucket.parameters, bucket.rank, wire_dtype)
 
 
-def _spec(fqn: str, parameter: nn.Parameter, unit: int) -> ParameterSpec:
-    kind = (parameter.dtype, parameter.device, parameter.requires_grad)
+def _persistent(
+    wanted: set[nn.Parameter], module: nn.Module, options: ZeroOptions
+) -> set[nn.Parameter]:
+    """Small parameters that stay in memory at stage 3, in model order up to the total."""
+    if not options.policy.shards_parameters:
+        return set()
+    prefetch = options.prefetch_options
+    total_numel = prefetch.persistent_total_numel
+    found: set[nn.Parameter] = set()
+    held_numel = 0
+    for parameter in module.parameters():
+        numel = parameter.numel()
+        if parameter not in wanted or not 0 < numel <= prefetch.persistent_numel:
+            continue
+        if total_numel is None or held_numel + numel <= total_numel:
+            found.add(parameter)
+            held_numel += numel
+    return found
+
+
+def _spec(fqn: str, parameter: nn.Parameter, unit: int, is_persistent: bool) -> ParameterSpec:
+    kind = (parameter.dtype, parameter.device, parameter.requires_grad, is_persistent)
     return ParameterSpec(fqn, tuple(parameter.shape), _dense_stride(parameter), kind, unit)
 
 

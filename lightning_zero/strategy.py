@@ -23,9 +23,10 @@ from typing_extensions import override
 
 from lightning_zero import _compat
 from lightning_zero.comm import ShardGroups
-from lightning_zero.config import GatherBy, LeafModule, ZeroOptions
+from lightning_zero.config import GatherBy, ZeroOptions
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.memory.measure import ModelStateBytes
+from lightning_zero.params.units import LeafModule
 from lightning_zero.partition import broadcast_module
 from lightning_zero.plan.layout import ShardBy
 from lightning_zero.plan.prefetch import PrefetchOptions

@@ -27,6 +27,16 @@ class Done:
         """Return at once."""
 
 
+class Gathers(Protocol):
+    """Whatever brings the shards of a bucket together."""
+
+    rank: int
+    world_size: int
+
+    def all_gather(self, flat: Tensor, shard: Tensor, key: int) -> Handle:
+        """Fill a flat tensor 1-D [N] with the shards 1-D [S] of all ranks, in place."""
+
+
 class Collectives(ABC):
     """Collectives of one group of ranks.
 
@@ -38,6 +48,8 @@ class Collectives(ABC):
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.is_host_side = True
+        """Whether transfers go through host memory, so that a thread can answer as well."""
         self.sent_nbytes = 0
         """Bytes this rank has sent: exact for point-to-point transfers, else the ring's theory."""
 

@@ -176,6 +176,10 @@ class _GroupCollectives(Collectives):
 class NativeCollectives(_GroupCollectives):
     """The backend's own collectives: NCCL and every accelerator backend with tensor collectives."""
 
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.is_host_side = False
+
     def all_gather(self, flat: Tensor, shard: Tensor, key: int) -> Handle:
         """See the base class."""
         work = _all_gather_single(flat, shard, group=self._group, async_op=True)

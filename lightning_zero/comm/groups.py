@@ -6,38 +6,71 @@ calls, with torchmetrics or with user code on the default group, nor with those 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from lightning_zero.comm.api import Collectives
 from lightning_zero.comm.collectives import choose_collectives
+from lightning_zero.comm.reads import CollectiveReads, OwnReads, ShardReads, make_reads
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-@dataclass(frozen=True, slots=True)
 class ShardGroups:
-    """Collectives over all ranks that share the model states, one set per room."""
+    """Collectives over all ranks that share the model states, one set per room.
 
-    gradients: Collectives
-    """Reductions of gradients, and small agreements about them."""
+    Args:
+        gradients: Reductions of gradients, and small agreements about them.
+        parameters: Gathers and publishes of parameters.
+        control: Start-up, buffers and checkpoints.
+        timeout: Longest wait for the other ranks in any transfer.
+    """
 
-    parameters: Collectives
-    """Gathers and publishes of parameters."""
-
-    control: Collectives
-    """Start-up, buffers and checkpoints."""
+    def __init__(
+        self,
+        gradients: Collectives,
+        parameters: Collectives,
+        control: Collectives,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        self.gradients = gradients
+        self.parameters = parameters
+        self.control = control
+        self._timeout = timeout
+        self._reads: ShardReads | None = None
 
     @classmethod
     def create(cls, timeout: timedelta | None = None) -> ShardGroups:
         """Make the groups over all ranks of the default group; to be called on all ranks.
 
         Args:
-            timeout: Longest wait for the other ranks in any transfer; None for the default group's.
+            timeout: Longest wait for the other ranks in any transfer; None for the default group's,
+                and half an hour where threads wait.
         """
+        waits = timeout or DEFAULT_TIMEOUT
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-            return cls(*(choose_collectives(None) for _ in range(3)))
-        return cls(*(choose_collectives(dist.new_group(timeout=timeout)) for _ in range(3)))
+            one = choose_collectives(None)
+            return cls(one, one, one, waits)
+        first, second, third = (dist.new_group(timeout=timeout) for _ in range(3))
+        return cls(
+            choose_collectives(first), choose_collectives(second), choose_collectives(third), waits
+        )
+
+    def reads(self, gather_by: str = "auto") -> ShardReads:
+        """How sharded parameters come together; to be called on all ranks.
+
+        Args:
+            gather_by: ``"one_sided"``, ``"collective"``, or ``"auto"`` for one-sided reads where
+                transfers go through host memory anyway.
+        """
+        if self.world_size == 1:
+            return OwnReads()
+        if gather_by == "collective" or (gather_by == "auto" and not self.parameters.is_host_side):
+            return CollectiveReads(self.parameters, self.control)
+        if self._reads is None:
+            self._reads = make_reads(self._timeout)
+        return self._reads
 
     @property
     def rank(self) -> int:
@@ -52,4 +85,5 @@ class ShardGroups:
     @property
     def sent_nbytes(self) -> int:
         """Bytes that this rank has sent for gradients and parameters."""
-        return self.gradients.sent_nbytes + self.parameters.sent_nbytes
+        read = 0 if self._reads is None else self._reads.sent_nbytes
+        return self.gradients.sent_nbytes + self.parameters.sent_nbytes + read

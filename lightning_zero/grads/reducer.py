@@ -25,6 +25,7 @@ from lightning_zero import _compat
 from lightning_zero.comm.api import Collectives, Handle
 from lightning_zero.grads.bucket import GradientBucket
 from lightning_zero.memory.pool import BufferPool
+from lightning_zero.observe.recorder import SILENT, Recorder, Span
 
 MAX_IN_FLIGHT = 1
 """Buckets whose reduction may be under way while the next one is collected.
@@ -43,6 +44,7 @@ class GradientReducer:
         pool: Collection buffers.
         is_scattered: Each rank receives its shard of the sum; else all receive the whole sum.
         overlap_comm: Let reductions travel while backward goes on.
+        recorder: Told of each reduction.
         on_complete: Called with a bucket's index once all its gradients of a backward have come.
         on_finish: Called when a backward has ended.
     """
@@ -55,6 +57,7 @@ class GradientReducer:
         *,
         is_scattered: bool,
         overlap_comm: bool,
+        recorder: Recorder = SILENT,
         on_complete: Callable[[int], None],
         on_finish: Callable[[], None],
     ) -> None:
@@ -63,6 +66,7 @@ class GradientReducer:
         self._pool = pool
         self._is_scattered = is_scattered
         self._max_in_flight = MAX_IN_FLIGHT if overlap_comm else 0
+        self._recorder = recorder
         self._on_complete = on_complete
         self._on_finish = on_finish
         self._in_flight: deque[_Reduction] = deque()
@@ -207,23 +211,32 @@ class GradientReducer:
         while len(self._in_flight) >= max(self._max_in_flight, 1):
             self._retire()
         out = bucket.shard_grad
+        span = self._recorder.begin("reduce", bucket.layout.index, buffer.numel())
         if self._is_scattered:
             scratch_numel = self._collectives.scratch_numel(buffer.numel())
             scratch = self._pool.take(scratch_numel, bucket.wire_dtype)
             handle = self._collectives.reduce_scatter(
                 buffer, out, accumulate, bucket.layout.index, scratch
             )
-            self._in_flight.append(_Reduction(bucket, handle, scratch))
+            self._in_flight.append(_Reduction(bucket, handle, scratch, span))
         else:
             handle = _WholeSum(self._collectives.all_reduce(buffer), buffer, out, accumulate)
-            self._in_flight.append(_Reduction(bucket, handle, None))
+            self._in_flight.append(_Reduction(bucket, handle, None, span))
         if not self._max_in_flight:
             self._retire()
 
     def _retire(self) -> None:
         """Wait for the oldest reduction and recycle its buffers."""
         reduction = self._in_flight.popleft()
-        reduction.handle.wait()
+        try:
+            reduction.handle.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self._collectives.rank} could not average the gradients of"
+                f" {reduction.bucket.layout}: another rank has failed, or did not run a backward"
+                f" in this step and did not take part in time ({type(error).__name__}: {error})"
+            ) from error
+        self._recorder.end(reduction.span)
         for buffer in (reduction.bucket.buffer, reduction.scratch):
             if buffer is not None:
                 self._pool.give(buffer)
@@ -236,6 +249,7 @@ class _Reduction(NamedTuple):
     bucket: GradientBucket
     handle: Handle
     scratch: Tensor | None
+    span: Span
 
 
 class _WholeSum:

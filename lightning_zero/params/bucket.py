@@ -5,6 +5,12 @@ While the full tensor of a bucket is not there, or not whole, ``param.data`` is 
 the true shape: shapes and counts are right at any time, and a read that slipped past the engine
 gives NaN, never a plausible number. Every parameter has a NaN of its own, so that an alias of it
 (``detach()`` in a state dict) still tells which parameter it stands for.
+
+[Note: aliases]
+Somebody may hold a view of the full tensor beyond its time: ``model.weight.detach()`` in a list, or
+a module that returns a view of its weight. Freed memory under it would end the process. So a bucket
+counts the users of its storage; one that somebody else holds is left to them, with the values of
+that time, and the bucket goes on with a new one.
 """
 
 from __future__ import annotations
@@ -17,8 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero import _compat
-from lightning_zero.comm.api import Collectives, Handle
+from lightning_zero.comm.api import Gathers, Handle
 from lightning_zero.plan.layout import BucketLayout, Piece
+
+FINGERPRINT_CHUNK_NUMEL = 2**16
 
 
 class ParamStatus(enum.Enum):
@@ -45,14 +53,13 @@ class ParameterBucket:
     """Parameters of one bucket in one flat tensor, whole or as this rank's shard.
 
     A *resident* bucket (stages 0 to 2) keeps its flat tensor; the shard is a view of it. The flat
-    storage of any other bucket exists only while the bucket is in use. Its storage object stays the
-    same, so that a view taken before a reshard is valid again after the next unshard.
+    storage of any other bucket exists only while the bucket is in use.
 
     Args:
         layout: Plan of the bucket.
         parameters: The parameters of ``layout.slots``, dense, all of one dtype and device, with
             their initial values. They become views of the bucket.
-        collectives: Group over which the bucket is sharded.
+        gathers: Brings the shards together.
         is_resident: Keep the full tensor between uses.
     """
 
@@ -60,21 +67,19 @@ class ParameterBucket:
         self,
         layout: BucketLayout,
         parameters: Sequence[nn.Parameter],
-        collectives: Collectives,
+        gathers: Gathers,
         is_resident: bool,
     ) -> None:
         first = parameters[0]
         self.layout = layout
         self.parameters = list(parameters)
         self.is_resident = is_resident
-        self._collectives = collectives
+        self._gathers = gathers
         self._handle: Handle | None = None
         self.status = ParamStatus.AVAILABLE
         with torch.no_grad():
             self.flat = torch.zeros(layout.padded_numel, dtype=first.dtype, device=first.device)
-            self._views = [
-                self.flat.as_strided(slot.shape, slot.stride, slot.offset) for slot in layout.slots
-            ]
+            self._views = self._make_views()
             for view, parameter in zip(self._views, self.parameters, strict=True):
                 view.copy_(parameter.detach())
             self._blanks = _blanks(len(layout.slots), first)
@@ -83,11 +88,12 @@ class ParameterBucket:
                 for slot, parameter in enumerate(self.parameters)
             ]
             self._blank_value = self._blanks[:1].clone()
-            self._own = slice(*layout.shard_range(collectives.rank % layout.world_size))
+            self._own = slice(*layout.shard_range(gathers.rank % layout.world_size))
             self.shard = self.flat[self._own] if is_resident else self.flat[self._own].clone()
         self._shown: list[Tensor] = []
         self._versions: list[int] = []
         self._flat_nbytes = self.flat.untyped_storage().nbytes()
+        self._own_users = _compat.storage_users(self.flat)
         self._show(self._views)
 
     @property
@@ -109,7 +115,7 @@ class ParameterBucket:
         return [placeholder.data_ptr() for placeholder in self._placeholders]
 
     def storage_key(self) -> int:
-        """Identity of the flat storage, the same over reshards."""
+        """Identity of the flat storage, the same over reshards unless somebody holds an alias."""
         return _compat.storage_identity(self.flat)
 
     def begin_unshard(self, key: int) -> None:
@@ -127,9 +133,10 @@ class ParameterBucket:
         self._show(self._placeholders)
         if not self.is_resident:
             self.flat.untyped_storage().resize_(self._flat_nbytes)
+            self._own_users = _compat.storage_users(self.flat)
             with torch.no_grad():
                 self.flat[self._own].copy_(self.shard)
-        self._handle = self._collectives.all_gather(self.flat, self.shard, key)
+        self._handle = self._gathers.all_gather(self.flat, self.shard, key)
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Finish an unshard in flight; nothing to do if the bucket is available.
@@ -145,7 +152,7 @@ class ParameterBucket:
             self._handle.wait(timeout)
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {self._collectives.rank} could not gather {self}: another rank has failed,"
+                f"rank {self._gathers.rank} could not gather {self}: another rank has failed,"
                 " or runs other modules than this one and did not take part in time"
                 f" ({type(error).__name__}: {error})"
             ) from error
@@ -162,7 +169,15 @@ class ParameterBucket:
         """
         self._move_to(ParamStatus.NOT_AVAILABLE)
         self._show(self._placeholders)
+        if _compat.storage_users(self.flat) > self._own_users:
+            self.flat = torch.empty_like(self.flat)  # see [Note: aliases]
+            self._views = self._make_views()
         self.flat.untyped_storage().resize_(0)
+
+    def is_aliased(self) -> bool:
+        """Whether somebody else holds a view of the full tensor, see [Note: aliases]."""
+        shown_users = len(self.parameters) if self._shown is self._views else 0
+        return _compat.storage_users(self.flat) > self._own_users + shown_users
 
     def store_shard(self, shard: Tensor) -> None:
         """Overwrite this rank's shard, after an update that stepped another tensor.
@@ -183,6 +198,20 @@ class ParameterBucket:
                 self.parameters, self._versions, self._shown, strict=True
             )
         )
+
+    def fingerprint(self) -> int:
+        """A number that changes with any element of the full tensor, wherever it is written from.
+
+        For the few who write to ``param.data``, which leaves no other trace.
+        """
+        words = self.flat.view(torch.int32) if self.flat.nbytes % 4 == 0 else self.flat
+        places = torch.arange(1, FINGERPRINT_CHUNK_NUMEL + 1, device=self.flat.device)
+        factors = places * -7046029254386353131  # odd, so no word is lost in the product
+        total = 0
+        for chunk in torch.split(words, FINGERPRINT_CHUNK_NUMEL):
+            part = int((chunk.to(torch.int64) * factors[: len(chunk)]).sum())
+            total = (total * 31 + part) % 2**64
+        return total
 
     def check_untouched(self) -> None:
         """Make sure that nobody has written to parameters that are not there.
@@ -229,6 +258,13 @@ class ParameterBucket:
         if not self.is_resident:
             self.shard.copy_(self.flat[self._own])
 
+    def forget_writes(self) -> None:
+        """Take parameters as they were shown, whatever was done to them; for after an error."""
+        for parameter, shown in zip(self.parameters, self._shown, strict=True):
+            if parameter.data_ptr() != shown.data_ptr():
+                parameter.data = shown
+        self._versions = [parameter._version for parameter in self.parameters]
+
     def restore_parameters(self) -> None:
         """Give every parameter storage of its own with its full value; the bucket is dead after.
 
@@ -257,6 +293,11 @@ class ParameterBucket:
         self._views, self._shown = [], []
         self.flat = self.shard = torch.empty(0)
 
+    def _make_views(self) -> list[Tensor]:
+        return [
+            self.flat.as_strided(slot.shape, slot.stride, slot.offset) for slot in self.layout.slots
+        ]
+
     def _show(self, tensors: list[Tensor]) -> None:
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
             parameter.data = tensor
@@ -269,9 +310,7 @@ class ParameterBucket:
         self.status = status
 
     def __str__(self) -> str:
-        names = [slot.fqn for slot in self.layout.slots]
-        shown = names if len(names) <= 2 else [names[0], "...", names[-1]]
-        return f"bucket {self.layout.index} ({', '.join(shown)})"
+        return str(self.layout)
 
 
 def is_placeholder(parameter: Tensor) -> bool:

@@ -74,6 +74,12 @@ def install(module: nn.Module, on_access: OnAccess, on_listing: OnListing) -> No
     module._parameters = ZeroParameterDict(module._parameters, on_access, on_listing)
 
 
+def plain(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """A module's own parameters, without any effect on them."""
+    own: dict[str, nn.Parameter | None] = module._parameters
+    return own.plain() if isinstance(own, ZeroParameterDict) else own
+
+
 def uninstall(module: nn.Module) -> None:
     """Undo :func:`install`; nothing to do if the module is not watched."""
     if isinstance(module._parameters, ZeroParameterDict):

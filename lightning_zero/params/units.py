@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -25,7 +25,12 @@ class Unit:
     """All parameters that its forward may read, tied ones of earlier units included."""
 
 
-def module_units(root: nn.Module, bucket_numel: int) -> list[Unit]:
+LeafModule = str | type[nn.Module]
+
+
+def module_units(
+    root: nn.Module, bucket_numel: int, leaf_modules: Sequence[LeafModule] = ()
+) -> list[Unit]:
     """Cut a module into the largest subtrees that fit into one bucket.
 
     A repeated block that fits is one unit, so its inner modules need no hooks of their own. A
@@ -36,10 +41,16 @@ def module_units(root: nn.Module, bucket_numel: int) -> list[Unit]:
     Args:
         root: The whole model; never one unit, since Lightning does not call its forward.
         bucket_numel: Capacity of a bucket in elements.
+        leaf_modules: Modules that are units whatever their size: classes, names of classes, full
+            names of modules, or endings of full names that begin with a dot.
+
+    Raises:
+        ValueError: A leaf module is not in the model.
     """
+    leaves = _leaves(root, leaf_modules)
     seen: set[nn.Parameter] = set()
     found = []
-    for name, module, is_whole in _subtrees("", root, root, bucket_numel):
+    for name, module, is_whole in _subtrees("", root, root, bucket_numel, leaves):
         listed = list(module.named_parameters(prefix=name, recurse=is_whole))
         fresh = tuple((fqn, parameter) for fqn, parameter in listed if parameter not in seen)
         seen.update(parameter for _, parameter in fresh)
@@ -48,17 +59,40 @@ def module_units(root: nn.Module, bucket_numel: int) -> list[Unit]:
     return found
 
 
+def _leaves(root: nn.Module, wanted: Sequence[LeafModule]) -> set[nn.Module]:
+    """The modules that are named as leaves."""
+    found: set[nn.Module] = set()
+    for leaf in wanted:
+        matches = {module for name, module in root.named_modules() if _is_leaf(name, module, leaf)}
+        if not matches - {root}:
+            raise ValueError(
+                f"leaf_modules names {leaf!r}, but no module of the model below its root is called"
+                " so, ends so, or is of that class"
+            )
+        found |= matches - {root}
+    return found
+
+
+def _is_leaf(name: str, module: nn.Module, leaf: LeafModule) -> bool:
+    if not isinstance(leaf, str):
+        return isinstance(module, leaf)
+    kind = type(module)
+    names = {name, kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
+    return leaf in names or (leaf.startswith(".") and name.endswith(leaf))
+
+
 def _subtrees(
-    name: str, module: nn.Module, root: nn.Module, bucket_numel: int
+    name: str, module: nn.Module, root: nn.Module, bucket_numel: int, leaves: set[nn.Module]
 ) -> Iterator[tuple[str, nn.Module, bool]]:
     """Name, module, and whether its children are in it."""
-    if module is not root and _has_forward(module) and _numel(module) <= bucket_numel:
+    is_whole = module in leaves or (_has_forward(module) and _numel(module) <= bucket_numel)
+    if module is not root and is_whole:
         yield name, module, True
         return
     yield name, module, False
     for child_name, child in module.named_children():
         child_fqn = f"{name}.{child_name}" if name else child_name
-        yield from _subtrees(child_fqn, child, root, bucket_numel)
+        yield from _subtrees(child_fqn, child, root, bucket_numel, leaves)
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -114,6 +114,11 @@ class BucketLayout:
     world_size: int
     """Ranks that share the bucket (W)."""
 
+    def __str__(self) -> str:
+        names = [slot.fqn for slot in self.slots]
+        shown = names if len(names) <= 2 else [names[0], "...", names[-1]]
+        return f"bucket {self.index} ({', '.join(shown)})"
+
     @property
     def shard_numel(self) -> int:
         """Elements of one shard (S)."""

@@ -19,9 +19,9 @@ class PrefetchOptions:
     max_live_numel: int | None = None
     """Most elements of full parameters in memory at any time, a hard bound; None for no bound."""
 
-    reuse_distance_numel: int = 0
-    """Keep a bucket if no more than this is used before its own next use; 0 keeps it only if
-    its own use comes next."""
+    reuse_distance_numel: int | None = None
+    """Keep a bucket if no more than this is used before its own next use; 0 keeps it only if its
+    own use comes next, None if at most one other bucket comes before it."""
 
     persistent_numel: int = 0
     """Parameters up to this size are never released; their optimizer state is sharded still."""

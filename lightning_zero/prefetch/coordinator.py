@@ -1,21 +1,22 @@
 """Brings parameters in before they are used, and gives them back.
 
-First form: unshard on use, prefetch of the next bucket, release after use, gather again in
-backward. Every read of a weight goes through here (``ZeroParameterDict``, unit hooks, saved
-tensors), so no place in a model has to be registered.
+Every read of a weight goes through here (``ZeroParameterDict``, unit hooks, saved tensors), so no
+place in a model has to be registered. The first step is written down; from then on the trace tells
+what to fetch ahead and what to keep (see ``plan/trace.py``).
 
 [Note: release]
-Forward: a bucket goes when the last running unit that uses it has ended and the order does not name
-it next. A weight read outside of its unit's forward may be held in a local variable, so its bucket
-stays until the unit that reads it, or the whole forward, ends.
-Backward: a bucket goes when all its gradients have arrived (no node that reads it is left), else at
-the end of backward; never in between, since recomputed activations hold views of it.
+Forward: a bucket goes when the last running unit that uses it has ended, and its next use in the
+trace is not near. A weight read outside of its unit's forward may be held in a local variable, so
+its bucket stays until the unit that reads it, or the whole forward, ends.
+Backward: a bucket goes when all its gradients have arrived, since what its layers do may be
+interleaved with others; one without gradients goes when the trace does not need it soon. What
+recomputed activations hold is an alias, and stays.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -23,10 +24,21 @@ import torch
 from torch import nn
 
 from lightning_zero import _compat
+from lightning_zero.comm import ShardReads
+from lightning_zero.observe.recorder import SILENT, Recorder, Span
 from lightning_zero.params.bucket import ParameterBucket, ParamStatus
-from lightning_zero.prefetch.order import UseOrder
+from lightning_zero.plan.prefetch import PrefetchOptions
+from lightning_zero.prefetch.passes import EVALUATION, TRAINING, Passes
+from lightning_zero.prefetch.residency import Residency
+from lightning_zero.prefetch.visits import Visits
 
-Borrowed = list[ParameterBucket]
+
+class _Frame:
+    """A unit, or a whole forward, that is running."""
+
+    def __init__(self, module: str, span: Span = None) -> None:
+        self.module, self.span = module, span
+        self.borrowed: list[ParameterBucket] = []
 
 
 class ParameterCoordinator:
@@ -34,185 +46,298 @@ class ParameterCoordinator:
 
     Args:
         buckets: All buckets in model order, resident ones included.
-        overlap_comm: Gather the next bucket while the current one is used.
+        shards: Brings shards together, and guards changes of them.
+        options: What is fetched ahead and kept.
+        overlap_comm: Fetch ahead; else each bucket comes when it is needed.
+        recorder: Told of what happens when.
     """
 
-    def __init__(self, buckets: Sequence[ParameterBucket], overlap_comm: bool) -> None:
-        self.buckets = {bucket.layout.index: bucket for bucket in buckets}
+    def __init__(
+        self,
+        buckets: Sequence[ParameterBucket],
+        shards: ShardReads,
+        options: PrefetchOptions,
+        overlap_comm: bool,
+        recorder: Recorder = SILENT,
+    ) -> None:
+        self.residency = Residency(buckets, shards, options.max_live_numel, recorder)
+        self.visits = Visits(self.residency)
+        coming = [bucket for bucket in buckets if not bucket.is_resident]
+        self.passes = Passes(
+            {bucket.layout.index: bucket.layout.padded_numel for bucket in coming}, shards.rank
+        )
+        self._recorder = recorder
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
-        self._overlap_comm = overlap_comm
-        self._orders = {name: UseOrder() for name in ("train", "backward", "eval")}
+        self._comes_and_goes = bool(coming)
+        self._frozen = [b for b in coming if not b.parameters[0].requires_grad]
+        self._prefetch_numel = options.prefetch_numel if overlap_comm else 0
+        reuse_numel = options.reuse_distance_numel
+        if reuse_numel is None:  # room for one more bucket there is only with overlap
+            largest_numel = max((b.layout.padded_numel for b in buckets), default=0)
+            reuse_numel = largest_numel if overlap_comm else 0
+        self._reuse_numel = reuse_numel
         self._users: Counter[int] = Counter()
-        self._borrowed: list[Borrowed] = []
+        self._frames: list[_Frame] = []
         self._is_held = False
-        self._opened: list[ParameterBucket] = []
+
+    @property
+    def buckets(self) -> dict[int, ParameterBucket]:
+        """All buckets by their index."""
+        return self.residency.buckets
 
     def bucket_of(self, parameter: nn.Parameter) -> ParameterBucket | None:
         """The bucket of a parameter; None for one that is in no bucket."""
         return self._bucket_of.get(parameter)
 
+    # A forward, and the units in it.
+
     @contextmanager
     def forward_scope(self) -> Iterator[None]:
         """Everything that runs inside belongs to one step; what it gathered is given back after."""
-        is_outermost = not self._borrowed
+        is_outermost = not self._frames
+        span = None
         if is_outermost:
-            self.settle()
-        self._borrowed.append([])
+            self._begin_pass()
+            span = self._recorder.begin("forward")
+        self._frames.append(_Frame(""))
+        is_whole = False
         try:
             yield
+            is_whole = True
         finally:
-            borrowed = self._borrowed.pop()
+            frame = self._frames.pop()
+            if is_outermost:
+                self._recorder.end(span)
             if not _compat.in_backward():
                 if is_outermost:
-                    self._orders["train"].restart()
-                    self._orders["eval"].restart()
-                    self.release_all()
+                    self._end_forward(is_whole)
                 else:
-                    self._release_unused(borrowed)
+                    self._release_unused(frame.borrowed)
+
+    def before(self, module: str, buckets: Sequence[ParameterBucket]) -> None:
+        """A unit that uses these buckets is about to run."""
+        for bucket in buckets:
+            self._users[bucket.layout.index] += 1
+        frame = _Frame(module)
+        self._frames.append(frame)
+        for bucket in buckets:
+            self.need(bucket, module)
+        frame.span = self._recorder.begin("use", buckets[0].layout.index if buckets else -1)
+
+    def after(self, buckets: Sequence[ParameterBucket]) -> None:
+        """The unit has run, or has raised."""
+        frame = self._frames.pop() if self._frames else _Frame("")
+        self._recorder.end(frame.span)
+        for bucket in buckets:
+            self._users[bucket.layout.index] -= 1
+        if not _compat.in_backward():
+            self._release_unused([*buckets, *frame.borrowed])
+
+    def on_access(self, parameter: nn.Parameter) -> None:
+        """A parameter is about to be read by name."""
+        bucket = self._bucket_of.get(parameter)
+        if bucket is None or self._users[bucket.layout.index]:
+            return
+        if bucket.is_resident:
+            bucket.wait()
+            return
+        if not self.is_in_step:
+            self.visits.bring(bucket)
+            return
+        if bucket.status is ParamStatus.NOT_AVAILABLE:
+            self.passes.report.fetched_on_access += 1
+        self.need(bucket, self.running_module)
+        if self._frames and bucket not in self._frames[-1].borrowed:
+            self._frames[-1].borrowed.append(bucket)
+
+    @property
+    def running_module(self) -> str:
+        """Name of the unit that is running; empty for the root and outside."""
+        return self._frames[-1].module if self._frames else ""
+
+    def on_state_dict(self, parameters: Iterable[nn.Parameter]) -> None:
+        """A state dict with these parameters is about to be made; this rank may be the only one."""
+        if not self.visits.is_left_alone:
+            for parameter in parameters:
+                self.on_access(parameter)
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward is running."""
+        return bool(self._frames)
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a forward or a backward is running."""
+        return bool(self._frames) or _compat.in_backward()
+
+    def need(self, bucket: ParameterBucket, module: str = "") -> None:
+        """Make a bucket available to a module, and start what comes after it."""
+        if bucket.is_resident:
+            bucket.wait()
+            return
+        is_backward = _compat.in_backward()
+        direction = "backward" if is_backward else "forward"
+        self.passes.use(module, bucket.layout.index, is_backward)
+        if bucket.status is ParamStatus.NOT_AVAILABLE:
+            self.passes.report.fetched_on_demand += 1
+            self._make_room(bucket)
+            self.residency.start(bucket, direction)
+        elif bucket.status is ParamStatus.INFLIGHT:
+            self.passes.report.fetched_ahead += 1
+        if self._prefetch_numel != 0:
+            self._prefetch(bucket, is_backward, direction)
+        self.residency.wait(bucket, direction)
+        if is_backward and self._frozen:
+            self._release_frozen(bucket)
+
+    # Outside of a forward.
 
     @contextmanager
     def held(self, buckets: Sequence[ParameterBucket]) -> Iterator[None]:
         """Buckets are available, and nothing is given back, while inside."""
-        self.settle()
+        self.visits.settle()
         was_held, self._is_held = self._is_held, True
         try:
             for bucket in buckets:
-                self._start(bucket)
-                bucket.wait()
+                self.residency.start(bucket, "forward", is_ahead=True)
+            for bucket in buckets:
+                self.residency.wait(bucket)
             yield
         finally:
             self._is_held = was_held
             if not was_held:
                 self.release_all()
 
-    def before(self, buckets: Sequence[ParameterBucket]) -> None:
-        """A unit that uses these buckets is about to run."""
-        self._borrowed.append([])
-        for bucket in buckets:
-            self._users[bucket.layout.index] += 1
-            self.need(bucket)
-
-    def after(self, buckets: Sequence[ParameterBucket]) -> None:
-        """The unit has run, or has raised."""
-        borrowed = self._borrowed.pop() if self._borrowed else []
-        for bucket in buckets:
-            self._users[bucket.layout.index] -= 1
-        if not _compat.in_backward():
-            self._release_unused([*buckets, *borrowed])
-
-    def on_access(self, parameter: nn.Parameter) -> None:
-        """A parameter is about to be read by name."""
-        bucket = self._bucket_of.get(parameter)
-        if bucket is None or bucket.status is ParamStatus.AVAILABLE:
-            return
-        self.need(bucket)
-        if bucket.is_resident:
-            return
-        if self._borrowed:
-            self._borrowed[-1].append(bucket)
-        elif not _compat.in_backward():
-            self._opened.append(bucket)
-
-    def is_in_step(self) -> bool:
-        """Whether a forward or a backward is running."""
-        return bool(self._borrowed) or _compat.in_backward()
-
-    def need(self, bucket: ParameterBucket) -> None:
-        """Make a bucket available, and start what comes after it."""
-        if bucket.is_resident:
-            bucket.wait()
-            return
-        order = self._orders[self._phase()]
-        order.use(bucket.layout.index)
-        self._start(bucket)
-        bucket.wait()
-        if self._overlap_comm:
-            upcoming = order.next_other(bucket.layout.index)
-            if upcoming is not None:
-                self._start(self.buckets[upcoming])
-
-    def settle(self) -> None:
-        """Give back what was read outside of any step, keeping what was written to it there."""
-        opened, self._opened = self._opened, []
-        for bucket in opened:
-            if bucket.status is ParamStatus.AVAILABLE:
-                bucket.keep_written_values()
-                self._give_back(bucket)
-
     def before_update(self, bucket: ParameterBucket) -> None:
         """The bucket's shard is about to change: nothing may travel, no full copy may stay."""
-        self.settle()
-        if bucket.is_resident:
-            bucket.wait()
-            if bucket.was_written():
-                bucket.keep_written_values()
-        else:
-            self._give_back(bucket)
+        if not bucket.is_resident:
+            self.residency.give_back(bucket)
+            return
+        bucket.wait()
+        if bucket.was_written():
+            bucket.keep_written_values()
+
+    def end_step(self) -> int:
+        """The optimizer is about to step; what was used so far is one pass.
+
+        Returns:
+            A number that ranks share if they have recorded the same traces.
+        """
+        self.visits.settle()
+        if not self._frames and self.passes.end():
+            self.release_all()
+        return self.passes.digest()
 
     def on_gradients_complete(self, index: int) -> None:
         """Backward is through with a bucket."""
         self._release_unused([self.buckets[index]])
 
-    def on_backward_end(self) -> None:
-        """Backward has ended."""
-        self._orders["backward"].restart()
-        self.release_all()
-
     def release_all(self) -> None:
         """Give back everything that no running unit uses."""
-        if self._is_held:
+        if self._is_held or not self._comes_and_goes:
             return
         for bucket in self.buckets.values():
-            if not bucket.is_resident and not self._users[bucket.layout.index]:
-                self._give_back(bucket)
+            if bucket.status is ParamStatus.NOT_AVAILABLE or self._is_in_use(bucket):
+                continue
+            self.residency.give_back(bucket)
 
     def forget_buckets(self) -> None:
         """The buckets are dissolved; nothing is left to coordinate."""
-        self.buckets = {}
+        self.residency.forget()
         self._bucket_of = {}
 
     def abort(self, timeout: timedelta) -> None:
         """Forget the step under way after an error; no new transfer is started."""
         self._users.clear()
-        self._borrowed.clear()
-        self._opened.clear()
+        self._frames.clear()
+        self.visits.drop()
         self._is_held = False
-        for order in self._orders.values():
-            order.restart()
+        self.passes.drop()
         for bucket in self.buckets.values():
             try:
-                if bucket.status is ParamStatus.INFLIGHT:
-                    bucket.wait(timeout)
                 if not bucket.is_resident:
-                    self._give_back(bucket)
+                    bucket.forget_writes()
+                    self.residency.give_back(bucket, timeout)
+                elif bucket.status is ParamStatus.INFLIGHT:
+                    bucket.wait(timeout)
             except Exception:  # a peer that is gone; the error that brought us here is raised
                 continue
 
-    def _phase(self) -> str:
-        if _compat.in_backward():
-            return "backward"
-        return "train" if torch.is_grad_enabled() else "eval"
+    # Decisions.
 
-    def _start(self, bucket: ParameterBucket) -> None:
-        if bucket.status is ParamStatus.NOT_AVAILABLE:
-            bucket.begin_unshard(key=bucket.layout.index)
+    def _begin_pass(self) -> None:
+        is_training = torch.is_grad_enabled()
+        self.visits.settle()
+        if self._comes_and_goes:
+            if self.passes.end():
+                self.release_all()
+            self.passes.begin(TRAINING if is_training else EVALUATION)
+        if is_training:
+            self._recorder.step_begin()
 
-    def _release_unused(self, buckets: Sequence[ParameterBucket]) -> None:
-        if self._is_held:
+    def _end_forward(self, is_whole: bool) -> None:
+        if is_whole and self.passes.kind == TRAINING:
+            self._release_unused(self.buckets.values(), is_forced=True)
             return
-        next_use = self._orders[self._phase()].next_use()
-        for bucket in buckets:
-            index = bucket.layout.index
-            is_borrowed = any(bucket in frame for frame in self._borrowed)
-            if bucket.is_resident or self._users[index] or is_borrowed or index == next_use:
-                continue
-            if bucket.status is ParamStatus.AVAILABLE:
-                self._give_back(bucket)
+        if is_whole:
+            self.passes.end()
+        else:
+            self.passes.drop()
+        self.release_all()
 
-    def _give_back(self, bucket: ParameterBucket) -> None:
-        if bucket.status is ParamStatus.INFLIGHT:
-            bucket.wait()
-        if bucket.status is ParamStatus.AVAILABLE:
-            if bucket.was_written():
-                bucket.keep_written_values()
-            bucket.reshard()
+    def _is_in_use(self, bucket: ParameterBucket) -> bool:
+        if bucket.is_resident or self._is_held or self._users[bucket.layout.index]:
+            return True
+        return any(bucket in frame.borrowed for frame in self._frames)
+
+    def _make_room(self, bucket: ParameterBucket) -> None:
+        if self.residency.max_live_numel is None:
+            return
+        free = (
+            other
+            for other in self.buckets.values()
+            if other is not bucket
+            and other.status is not ParamStatus.NOT_AVAILABLE
+            and not self._is_in_use(other)
+            and (other.status is ParamStatus.INFLIGHT or not other.is_aliased())
+        )
+        self.residency.make_room(bucket, free, self.passes.next_use)
+
+    def _prefetch(self, current: ParameterBucket, is_backward: bool, direction: str) -> None:
+        """Start what comes next, as far ahead as is wanted and as fits."""
+        seen = {current.layout.index}
+        ahead_numel = 0
+        for index in self.passes.upcoming(is_backward):
+            if index in seen:
+                continue
+            seen.add(index)
+            bucket = self.buckets[index]
+            numel = bucket.layout.padded_numel
+            ahead_numel += numel
+            if ahead_numel > (self._prefetch_numel or 0) and len(seen) > 2:
+                return
+            if bucket.status is ParamStatus.NOT_AVAILABLE:
+                if numel > self.residency.room_numel():
+                    return
+                self.residency.start(bucket, direction, is_ahead=True)
+            if self._prefetch_numel is None:
+                return
+
+    def _release_unused(self, buckets: Iterable[ParameterBucket], is_forced: bool = False) -> None:
+        if self._is_held or not self._comes_and_goes:
+            return
+        is_backward = _compat.in_backward()
+        for bucket in buckets:
+            if bucket.status is not ParamStatus.AVAILABLE or self._is_in_use(bucket):
+                continue
+            if self.passes.is_near(bucket.layout.index, self._reuse_numel, is_backward):
+                continue
+            if bucket.is_aliased() and not is_forced:
+                continue
+            self.residency.give_back(bucket)
+
+    def _release_frozen(self, current: ParameterBucket) -> None:
+        """In backward, no gradient tells when a frozen bucket is not needed any more."""
+        if self.passes.tracers[TRAINING].trace is not None:
+            self._release_unused([bucket for bucket in self._frozen if bucket is not current])

@@ -50,9 +50,10 @@ class ModuleHooks:
         for module in root.modules():
             if module not in traced:  # what torch.compile traces must not meet our hooks
                 parameter_dict.install(module, coordinator.on_access, self._on_listing)
+                self._watch_state_dict(module)
         for unit in units:
             if unit.module is not root and unit.module not in traced:
-                self._watch_unit(unit.module, unit.uses)
+                self._watch_unit(unit.name, unit.module, unit.uses)
         self._watch_root(step_scope)
 
     def remove(self) -> None:
@@ -68,15 +69,27 @@ class ModuleHooks:
             if parameter is None:
                 continue
             bucket = self._coordinator.bucket_of(parameter)
-            if bucket is not None and (bucket.is_resident or self._coordinator.is_in_step()):
+            if bucket is not None and (bucket.is_resident or self._coordinator.is_in_step):
                 self._coordinator.on_access(parameter)
 
-    def _watch_unit(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    def _watch_state_dict(self, module: nn.Module) -> None:
+        """A state dict is a listing that wants the values."""
+        if not module._parameters:
+            return
+
+        def before() -> None:
+            own = parameter_dict.plain(module).values()
+            self._coordinator.on_state_dict(p for p in own if p is not None)
+
+        register: Any = module.register_state_dict_pre_hook  # it has no types
+        self._handles.append(register(_Hook(before)))
+
+    def _watch_unit(self, name: str, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         buckets = _buckets_of(parameters, self._coordinator)
         if buckets:
             self._register(
                 module,
-                lambda: self._coordinator.before(buckets),
+                lambda: self._coordinator.before(name, buckets),
                 lambda: self._coordinator.after(buckets),
             )
 
@@ -105,7 +118,7 @@ class ModuleHooks:
 
 
 class _Hook:
-    """A forward hook that a deep copy or a pickle of the module loses."""
+    """A hook that a deep copy or a pickle of the module loses."""
 
     def __init__(self, run: Callable[[], None] | None) -> None:
         self._run = run
@@ -125,6 +138,7 @@ class _SavedView(NamedTuple):
     """Where a saved weight lies, instead of the weight."""
 
     bucket: ParameterBucket
+    module: str
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -140,30 +154,29 @@ class _SavedTensor(NamedTuple):
 @contextmanager
 def forward_scope(coordinator: ParameterCoordinator) -> Iterator[None]:
     """Scope of one forward: weights saved in it are gathered again in backward."""
-    by_storage = {
-        bucket.storage_key(): bucket
-        for bucket in coordinator.buckets.values()
-        if not bucket.is_resident
-    }
-    saved = _saved_tensors_scope(by_storage, coordinator) if by_storage else nullcontext()
-    with coordinator.forward_scope(), saved:
+    is_inner = coordinator.is_in_forward
+    with coordinator.forward_scope(), nullcontext() if is_inner else saved_views(coordinator):
         yield
 
 
-def _saved_tensors_scope(
-    by_storage: dict[int, ParameterBucket], coordinator: ParameterCoordinator
-) -> AbstractContextManager[None]:
+def saved_views(coordinator: ParameterCoordinator) -> AbstractContextManager[None]:
+    """Weights that autograd saves inside are kept as their place, see [Note: saved tensors]."""
+    by_storage = coordinator.residency.by_storage
+    if not by_storage:
+        return nullcontext()
+
     def pack(tensor: Tensor) -> _SavedView | _SavedTensor:
         bucket = by_storage.get(_storage_key(tensor))
         if bucket is not None:
-            return _SavedView(bucket, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+            module, offset = coordinator.running_module, int(tensor.storage_offset())
+            return _SavedView(bucket, module, tensor.shape, tensor.stride(), offset)
         # An output that was saved by its own node would keep that node alive for ever.
         kept = tensor.detach() if tensor.grad_fn is not None else tensor
         return _SavedTensor(kept, tensor._version)
 
     def unpack(saved: _SavedView | _SavedTensor) -> Tensor:
         if isinstance(saved, _SavedView):
-            coordinator.need(saved.bucket)
+            coordinator.need(saved.bucket, saved.module)
             return saved.bucket.flat.as_strided(saved.shape, saved.stride, saved.offset)
         if saved.tensor._version != saved.version:
             raise RuntimeError(

@@ -158,7 +158,7 @@ def test_values_come_back_after_any_number_of_reshards():
         assert bucket.storage_key() == key
 
 
-def test_view_taken_before_a_reshard_is_valid_after_the_next_unshard():
+def test_view_taken_before_a_reshard_keeps_its_values():
     parameters = some_parameters()
     bucket = make_bucket(parameters)
     view, expected = parameters[0].detach().t()[1:], parameters[0].detach().clone().t()[1:]
@@ -166,7 +166,36 @@ def test_view_taken_before_a_reshard_is_valid_after_the_next_unshard():
     bucket.begin_unshard(0)
     bucket.wait()
     assert torch.equal(view, expected)
-    assert view.data_ptr() == parameters[0].detach().t()[1:].data_ptr()
+    assert torch.equal(parameters[0].detach().t()[1:], expected)
+    assert view.data_ptr() != parameters[0].detach().t()[1:].data_ptr()
+
+
+def test_storage_that_nobody_else_holds_is_used_again():
+    parameters = some_parameters()
+    bucket = make_bucket(parameters)
+    key = bucket.storage_key()
+    for _ in range(3):
+        assert not bucket.is_aliased()
+        bucket.reshard()
+        assert bucket.flat.untyped_storage().nbytes() == 0
+        bucket.begin_unshard(0)
+        bucket.wait()
+        view = parameters[0].detach()
+        assert bucket.is_aliased()
+        del view
+    assert bucket.storage_key() == key
+
+
+def test_fingerprint_tells_any_write_through_data():
+    parameters = some_parameters()
+    bucket = make_bucket(parameters)
+    before = bucket.fingerprint()
+    assert bucket.fingerprint() == before
+    values = parameters[0].data.flatten()
+    first, last = values[0].item(), values[-1].item()
+    parameters[0].data.view(-1)[0], parameters[0].data.view(-1)[-1] = last, first  # the sum stays
+    assert bucket.fingerprint() != before
+    assert not bucket.was_written()
 
 
 def test_gather_brings_the_other_ranks_part():

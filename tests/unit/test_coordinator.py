@@ -95,7 +95,8 @@ def test_backward_gathers_in_its_own_order_and_frees_what_is_through(recorded, o
         recorded.engine.backward(loss)
         found.append(recorded.taken())
     assert found[0] == ["gather 2", "free 2", "gather 1", "free 1"]
-    assert found[1] == (["gather 2", "gather 1", "free 2", "free 1"] if overlap else found[0])
+    # The forward has kept what backward begins with, as far as prefetching would hold it anyway.
+    assert found[1] == (["free 2", "free 1"] if overlap else ["free 2", "gather 1", "free 1"])
 
 
 def test_at_most_one_bucket_is_held_besides_the_one_in_use(recorded, overlap):

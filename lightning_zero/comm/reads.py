@@ -1,0 +1,333 @@
+"""One-sided reads: a rank reads the shards of the others without a call of theirs.
+
+[Note: one-sided reads]
+Ranks of one job may run different modules: experts, branches on data, texts of different length, a
+forward on rank 0 only. A collective gather would wait there for a call that never comes. So each
+rank has a thread that answers reads of its shards, and what a rank runs is its own affair.
+
+Shards change only between two *versions*. To change them, all ranks meet at a fence ("I have ended
+all my reads"), change their shards, and publish the next version. A read of a version that is not
+out yet is answered when it is. So no read is torn, or of a mixture of two versions, and it never
+waits for more than the optimizer step of the rank that it reads from.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.comm.api import Collectives, Done, Handle
+
+UNANSWERED_TIMEOUT = timedelta(days=365)
+"""The thread waits for requests as long as the process lives."""
+
+MAX_UNCHECKED_MESSAGES = 64
+_READ, _FENCE = 1, 2
+_REQUEST_TAG = 2**30  # answers use the tags below it
+
+
+class ShardReads(ABC):
+    """Reads of shards of all ranks, and the fence between two versions of them."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.sent_nbytes = 0
+        """Bytes this rank has sent to ranks that have read from it."""
+
+    @abstractmethod
+    def open(self, shards: Mapping[int, Tensor]) -> None:
+        """Offer this rank's shards, by the key of their bucket; for all ranks to call."""
+
+    @abstractmethod
+    def all_gather(self, flat: Tensor, shard: Tensor, key: int) -> Handle:
+        """Fill a flat tensor with the shards of all ranks, by reading them.
+
+        Args:
+            flat: 1-D [N]. Its own part already holds the shard.
+            shard: 1-D [S], this rank's shard.
+            key: Key under which the shards were offered.
+        """
+
+    @abstractmethod
+    def fence(self, reason: str, note: int = 0) -> list[int]:
+        """Meet all ranks; after it no rank reads the current version any more.
+
+        Args:
+            reason: What is to follow, the same on all ranks.
+            note: A number for the others to see.
+
+        Returns:
+            The notes of all ranks, in order.
+
+        Raises:
+            RuntimeError: A rank did not come in time, or came for another reason.
+        """
+
+    @abstractmethod
+    def publish(self) -> None:
+        """The shards have their new values."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Withdraw the shards, once no rank reads them any more; for all ranks to call."""
+
+    @contextmanager
+    def update(self, reason: str, note: int = 0) -> Iterator[list[int]]:
+        """Inside, shards may be changed; for all ranks to enter. Yields the notes of all ranks."""
+        notes = self.fence(reason, note)
+        yield notes
+        self.publish()
+
+
+class OwnReads(ShardReads):
+    """One rank: its shard is the whole."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, world_size=1)
+
+    def open(self, shards: Mapping[int, Tensor]) -> None:
+        """See the base class."""
+
+    def all_gather(self, flat: Tensor, shard: Tensor, key: int) -> Handle:
+        """See the base class."""
+        return Done()
+
+    def fence(self, reason: str, note: int = 0) -> list[int]:
+        """See the base class."""
+        return [note]
+
+    def publish(self) -> None:
+        """See the base class."""
+
+    def close(self) -> None:
+        """See the base class."""
+
+
+class CollectiveReads(ShardReads):
+    """Gathers that all ranks call together, for backends without one-sided reads.
+
+    Args:
+        collectives: Does the gathers.
+        control: Compares notes.
+    """
+
+    def __init__(self, collectives: Collectives, control: Collectives) -> None:
+        super().__init__(collectives.rank, collectives.world_size)
+        self._collectives, self._control = collectives, control
+        self._note = 0
+
+    def open(self, shards: Mapping[int, Tensor]) -> None:
+        """See the base class."""
+
+    def all_gather(self, flat: Tensor, shard: Tensor, key: int) -> Handle:
+        """See the base class."""
+        return self._collectives.all_gather(flat, shard, key)
+
+    def fence(self, reason: str, note: int = 0) -> list[int]:
+        """Compare a note that has changed; that all ranks are here the gathers themselves tell."""
+        if note == self._note:
+            return [note] * self.world_size
+        self._note = note
+        return [int(theirs) for theirs in self._control.exchange_objects(note)]
+
+    def publish(self) -> None:
+        """See the base class."""
+
+    def close(self) -> None:
+        """See the base class."""
+
+
+class _Request(NamedTuple):
+    source: int
+    key: int
+    version: int
+    tag: int
+
+
+class MessageReads(ShardReads):
+    """Reads by messages over gloo, see [Note: one-sided reads].
+
+    Args:
+        group: A gloo group that nobody else uses, made with ``UNANSWERED_TIMEOUT``.
+        timeout: Longest wait for another rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        super().__init__(rank=group.rank(), world_size=group.size())
+        self._group = group
+        self._timeout = timeout
+        # Each rank begins with its right neighbour, so that no rank is everybody's first.
+        order = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        self._peers = [(peer, dist.get_global_rank(group, peer)) for peer in order]
+        self._rank_of = {source: peer for peer, source in self._peers}
+        self._changed = threading.Condition()
+        self._version = 0
+        self._shards: dict[int, Tensor] = {}
+        self._early: list[_Request] = []
+        self._fences: defaultdict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
+        self._failure: Exception | None = None
+        self._answers: deque[tuple[Any, Tensor]] = deque()
+        self._messages: deque[tuple[Any, Tensor]] = deque()
+        self._tag = 0
+        self._thread: threading.Thread | None = None
+
+    def open(self, shards: Mapping[int, Tensor]) -> None:
+        """See the base class."""
+        with self._changed:
+            self._shards = dict(shards)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="shard reads", daemon=True)
+            self._thread.start()
+        self.publish()
+
+    def all_gather(self, flat: Tensor, shard: Tensor, key: int) -> Handle:
+        """See the base class."""
+        self._tag = self._tag % (_REQUEST_TAG - 1) + 1
+        numel = shard.numel()
+        parts = {peer: flat[peer * numel : (peer + 1) * numel] for peer, _ in self._peers}
+        landing = parts
+        if flat.device.type != "cpu":
+            landing = {peer: torch.empty_like(part, device="cpu") for peer, part in parts.items()}
+        works = [
+            (peer, dist.irecv(landing[peer], source, group=self._group, tag=self._tag))
+            for peer, source in self._peers
+        ]
+        for _, source in self._peers:
+            self._send(source, torch.tensor([_READ, key, self._version, self._tag]))
+        return _Read(self.rank, works, parts, landing, self._timeout)
+
+    def fence(self, reason: str, note: int = 0) -> list[int]:
+        """See the base class."""
+        code = _code(reason)
+        for _, source in self._peers:
+            self._send(source, torch.tensor([_FENCE, code, self._version, note]))
+        with self._changed:
+            arrived = self._fences[self._version]
+            self._changed.wait_for(
+                lambda: len(arrived) == len(self._peers) or self._failure is not None,
+                self._timeout.total_seconds(),
+            )
+            missing = [peer for peer, _ in sorted(self._peers) if peer not in arrived]
+            others = [peer for peer, (theirs, _) in sorted(arrived.items()) if theirs != code]
+            failure = self._failure
+            if not missing:
+                del self._fences[self._version]
+        if missing:
+            raise RuntimeError(
+                f"rank {self.rank} waited at '{reason}' for rank(s) {missing}, which"
+                f" {'are gone' if failure else 'did not come'} (timeout {self._timeout})."
+                " Parameters that are sharded change on all ranks together: optimizer steps, and"
+                " writes to weights, have to be made on every rank."
+            ) from failure
+        if others:
+            raise RuntimeError(
+                f"rank {self.rank} is at '{reason}' while rank(s) {others} change parameters for"
+                " another reason: optimizer steps and writes to weights have to be made on every"
+                " rank, in the same order"
+            )
+        while self._answers:  # who comes to the fence has received what it had asked for
+            self._answers.popleft()[0].wait(self._timeout)
+        notes = {peer: theirs for peer, (_, theirs) in arrived.items()} | {self.rank: note}
+        return [notes[rank] for rank in range(self.world_size)]
+
+    def publish(self) -> None:
+        """See the base class."""
+        if any(shard.device.type != "cpu" for shard in self._shards.values()):
+            torch.accelerator.synchronize()  # the thread reads on a stream of its own
+        with self._changed:
+            self._version += 1
+            early, self._early = self._early, []
+            for request in early:
+                self._answer(request)
+
+    def close(self) -> None:
+        """See the base class."""
+        self.fence("end of training or evaluation")
+        with self._changed:
+            self._shards = {}
+
+    def _serve(self) -> None:
+        """Answer the other ranks until the process ends, or one of them does."""
+        message = torch.empty(4, dtype=torch.int64)
+        try:
+            while True:
+                source = dist.recv(message, group=self._group, tag=_REQUEST_TAG)
+                kind, first, version, last = message.tolist()
+                with self._changed:
+                    if kind == _READ:
+                        self._answer(_Request(source, first, version, last))
+                    else:
+                        self._fences[version][self._rank_of[source]] = (first, last)
+                        self._changed.notify_all()
+        except Exception as error:  # told to whoever waits; raising in a thread helps nobody
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _answer(self, request: _Request) -> None:
+        if request.version > self._version:
+            self._early.append(request)
+            return
+        if request.version < self._version:
+            raise AssertionError(f"rank {request.source} reads what it has said to have read")
+        shard = self._shards[request.key]
+        self.sent_nbytes += shard.nbytes
+        shard = shard if shard.device.type == "cpu" else shard.cpu()
+        work = dist.isend(shard, request.source, group=self._group, tag=request.tag)
+        self._answers.append((work, shard))
+
+    def _send(self, source: int, message: Tensor) -> None:
+        work = dist.isend(message, source, group=self._group, tag=_REQUEST_TAG)
+        self._messages.append((work, message))
+        if len(self._messages) > MAX_UNCHECKED_MESSAGES:  # it has arrived long before that
+            self._messages.popleft()[0].wait(self._timeout)
+
+
+class _Read:
+    """Handle of one read from all other ranks."""
+
+    def __init__(
+        self,
+        rank: int,
+        works: list[tuple[int, Any]],
+        parts: dict[int, Tensor],
+        landing: dict[int, Tensor],
+        timeout: timedelta,
+    ) -> None:
+        self._rank, self._works, self._timeout = rank, works, timeout
+        self._parts, self._landing = parts, landing
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        for peer, work in self._works:
+            try:
+                work.wait(timeout or self._timeout)
+            except RuntimeError as error:
+                raise RuntimeError(f"rank {peer} did not send its shard: {error}") from error
+        if self._landing is not self._parts:
+            for peer, part in self._parts.items():
+                part.copy_(self._landing[peer])
+        self._works, self._parts, self._landing = [], {}, {}
+
+
+def make_reads(timeout: timedelta) -> ShardReads:
+    """Reads over all ranks of the default group, of more than one; to be called on all ranks.
+
+    Args:
+        timeout: Longest wait for another rank.
+    """
+    return MessageReads(dist.new_group(backend="gloo", timeout=UNANSWERED_TIMEOUT), timeout)
+
+
+def _code(reason: str) -> int:
+    """A number for a reason, the same in all processes."""
+    return int.from_bytes(reason.encode()[:7].ljust(7), "little") ^ len(reason)

@@ -1,0 +1,53 @@
+"""Reads of weights outside of any step: by the user's own code between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightning_zero.params.bucket import ParameterBucket, ParamStatus
+from lightning_zero.prefetch.residency import Residency
+
+
+class Visits:
+    """Buckets that were brought in for somebody who reads weights outside of a step.
+
+    They stay until the next step begins, since nobody tells when the reader has done; what was
+    written to them until then is kept.
+
+    Args:
+        residency: Brings buckets in.
+    """
+
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+        self._opened: list[tuple[ParameterBucket, int]] = []
+        self.is_left_alone = False
+        """Whether state dicts list placeholders, instead of bringing buckets in."""
+
+    def bring(self, bucket: ParameterBucket) -> None:
+        """Bring a bucket in, if it is not here."""
+        if bucket.status is ParamStatus.AVAILABLE:
+            return
+        self._residency.start(bucket, "forward")
+        self._residency.wait(bucket, "forward")
+        self._opened.append((bucket, bucket.fingerprint()))
+
+    def settle(self) -> None:
+        """Give everything back."""
+        opened, self._opened = self._opened, []
+        for bucket, fingerprint in opened:
+            self._residency.give_back(bucket, fingerprint=fingerprint)
+
+    def drop(self) -> None:
+        """Forget what was brought in, after an error."""
+        self._opened = []
+
+    @contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """State dicts that are made inside list placeholders; for those who know what they are."""
+        was_left_alone, self.is_left_alone = self.is_left_alone, True
+        try:
+            yield
+        finally:
+            self.is_left_alone = was_left_alone
