@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,14 @@ class StepObserver:
         self._numbers.append(step)
         self._show_finished()
 
+    def automatic_step(self) -> AbstractContextManager[None]:
+        """Around an optimizer step: with automatic optimization, what comes after it is no step."""
+        return self._step(is_automatic=True)
+
+    def manual_step(self) -> AbstractContextManager[None]:
+        """Around ``training_step``: with manual optimization, what comes after it is no step."""
+        return self._step(is_automatic=False)
+
     def pause(self) -> None:
         """What comes is not part of a step, until a training batch begins."""
         if self._listeners is not None:
@@ -144,6 +153,13 @@ class StepObserver:
                     stacklevel=2,
                 )
         self._timers = self._timeline = self._trainer = None
+
+    @contextmanager
+    def _step(self, is_automatic: bool) -> Iterator[None]:
+        yield
+        trainer = self._trainer
+        if trainer and trainer.lightning_module.automatic_optimization == is_automatic:
+            self.pause()
 
     def _show_finished(self) -> None:
         if self._timers is None:

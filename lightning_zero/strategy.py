@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -22,10 +23,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero import _compat
+from lightning_zero.callbacks import StepObserver
 from lightning_zero.comm import ShardGroups
 from lightning_zero.config import GatherBy, ZeroOptions
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.memory.measure import ModelStateBytes
+from lightning_zero.observe.recorder import Recorder
 from lightning_zero.params.units import LeafModule
 from lightning_zero.partition import broadcast_module
 from lightning_zero.plan.layout import ShardBy
@@ -59,6 +62,9 @@ class ZeroStrategy(DDPStrategy):
             them in step; ``"auto"`` is collective with NCCL, else one-sided.
         leaf_modules: Stage 3: modules whose parameters travel as a whole: classes, names of
             classes, names of modules, or endings of names.
+        wall_clock_breakdown: Print and log for each step how long forward and backward submit, wait
+            and compute, and say at the end what bounds them.
+        timeline: Folder to which each rank writes a timeline of its first 20 steps, for Perfetto.
         timeout: Longest wait for another rank, as a timedelta or in seconds.
         start_method: How ranks are started: ``"popen"``, ``"spawn"``, ``"fork"``, ``"forkserver"``.
         process_group_backend: As for ``DDPStrategy``.
@@ -89,6 +95,8 @@ class ZeroStrategy(DDPStrategy):
         prefetch: PrefetchOptions | Mapping[str, Any] | None = None,
         gather_by: GatherBy = "auto",
         leaf_modules: Sequence[LeafModule] = (),
+        wall_clock_breakdown: bool = False,
+        timeline: str | Path | None = None,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         process_group_backend: str | None = None,
@@ -110,6 +118,7 @@ class ZeroStrategy(DDPStrategy):
             leaf_modules=leaf_modules,
         )
         self._policy = self.options.policy
+        self._observer = StepObserver(wall_clock_breakdown, timeline)
         self._engine: ZeroEngine | None = None
         self._optimizer_engine: ZeroEngine | None = None
         self._groups: ShardGroups | None = None
@@ -181,16 +190,21 @@ class ZeroStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if is_fitting:
-            self._begin_training()
+            self._begin_training(self._observer.open(trainer, self.root_device))
         elif self._policy.shards_parameters:
             self._engine = ZeroEngine(self.model, [], self.options, self._groups, broadcast=False)
 
-    def _begin_training(self) -> None:
+    def _begin_training(self, recorder: Recorder) -> None:
         if self.model is None or self._groups is None:
             raise AssertionError("training begins after setup")
         optimizers = [_plain(optimizer) for optimizer in self.optimizers]
         engine = ZeroEngine(
-            self.model, _real(optimizers), self.options, self._groups, broadcast=False
+            self.model,
+            _real(optimizers),
+            self.options,
+            self._groups,
+            broadcast=False,
+            recorder=recorder,
         )
         self._engine = self._optimizer_engine = engine
         if isinstance(self._precision_plugin, ZeroPrecision):
@@ -203,6 +217,7 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        self._observer.close()
         engine, self._engine = self._engine, None
         module = self.lightning_module
         if engine is not None:
@@ -224,8 +239,20 @@ class ZeroStrategy(DDPStrategy):
     # One step.
 
     @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._observer.on_batch_start()
+
+    @override
+    def on_validation_start(self) -> None:
+        self._observer.pause()
+
+    @override
+    def on_train_end(self) -> None:
+        self._observer.on_train_end(self.barrier)
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step_scope():
+        with self._step_scope(), self._observer.manual_step():
             return super().training_step(*args, **kwargs)
 
     @override
@@ -257,7 +284,8 @@ class ZeroStrategy(DDPStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        return super().optimizer_step(_plain(optimizer), closure, model, **kwargs)
+        with self._observer.automatic_step():
+            return super().optimizer_step(_plain(optimizer), closure, model, **kwargs)
 
     def grad_norm(self, norm_type: float = 2.0) -> float:
         """Norm of the averaged gradients over all parameters and ranks, before any later clipping.

@@ -228,6 +228,8 @@ class GradientReducer:
     def _retire(self) -> None:
         """Wait for the oldest reduction and recycle its buffers."""
         reduction = self._in_flight.popleft()
+        layout = reduction.bucket.layout
+        waiting = self._recorder.begin("reduce_wait", layout.index, layout.padded_numel)
         try:
             reduction.handle.wait()
         except RuntimeError as error:
@@ -236,6 +238,7 @@ class GradientReducer:
                 f" {reduction.bucket.layout}: another rank has failed, or did not run a backward"
                 f" in this step and did not take part in time ({type(error).__name__}: {error})"
             ) from error
+        self._recorder.end(waiting)
         self._recorder.end(reduction.span)
         for buffer in (reduction.bucket.buffer, reduction.scratch):
             if buffer is not None:

@@ -13,9 +13,9 @@ class Recorder:
     """Takes notice of nothing. The base of those who do.
 
     Kinds of spans: the eight timers of stage 3 (``forward_fetch_submit``, ``forward_fetch_wait``,
-    ``forward_prefetch_submit``, ``forward_all_gather`` and the same for backward), ``use`` (a unit
-    runs its forward), ``reduce`` (a bucket of gradients is on its way). Kinds of instants:
-    ``release``.
+    ``forward_prefetch_submit``, ``forward_all_gather`` and the same for backward), ``forward`` and
+    ``backward`` as a whole, ``use`` (a unit runs its forward), ``reduce`` (a bucket of gradients is
+    on its way) and ``reduce_wait`` (backward waits for one). Kinds of instants: ``release``.
     """
 
     is_silent = True

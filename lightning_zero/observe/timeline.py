@@ -274,12 +274,15 @@ def _uses_in_backward(moments: Sequence[Moment]) -> Iterator[Moment]:
     """
     backward: Moment | None = None
     needed_s: dict[int, float] = {}
+    here_s: dict[int, float] = {}
     for moment in moments:
         if moment.kind in ("forward", "backward"):
             backward = moment if moment.kind == "backward" else None
             needed_s = {}
+        elif moment.lane == "fetch" and moment.end_s is not None:
+            here_s[moment.bucket] = moment.end_s
         elif moment.kind == "backward_fetch_wait" and moment.end_s is not None:
-            needed_s[moment.bucket] = moment.end_s
+            needed_s[moment.bucket] = max(moment.end_s, here_s.get(moment.bucket, 0.0))
         elif moment.kind == "release" and backward is not None:
             begin_s = needed_s.pop(moment.bucket, backward.begin_s)
             yield replace(

@@ -138,7 +138,7 @@ class _OpenStep:
     """A step whose times are still coming in."""
 
     times: StepTimes = field(default_factory=StepTimes)
-    pending: list[tuple[str, int, DeviceEvent, DeviceEvent]] = field(default_factory=list)
+    pending: list[tuple[str, int, int, DeviceEvent, DeviceEvent]] = field(default_factory=list)
 
 
 class StepTimers(Recorder):
@@ -146,7 +146,8 @@ class StepTimers(Recorder):
 
     On an accelerator, submitting is timed by the host and everything else by events, which are read
     when the step after has ended or later: no step waits for its own times. What is recorded before
-    the first ``step_begin`` is a step of its own.
+    the first ``step_begin`` is a step of its own. A backward inside of a forward (a step that calls
+    it itself) is not counted as forward.
 
     Args:
         device: Where the spans happen; None for the CPU.
@@ -169,6 +170,7 @@ class StepTimers(Recorder):
         self._events = events
         self._open = _OpenStep()
         self._has_begun = False
+        self._open_forwards = 0
         self._closed: deque[_OpenStep] = deque()
         self._finished: list[StepTimes] = []
         self.first: StepTimes | None = None
@@ -178,6 +180,8 @@ class StepTimers(Recorder):
 
     def begin(self, kind: str, bucket: int = -1, numel: int = 0) -> Span:
         """Note the time."""
+        if kind == "forward":
+            self._open_forwards += 1
         if self._events is None or is_host_time(kind):
             return kind, numel, self._clock(), None
         return kind, numel, 0.0, self._events.mark()
@@ -186,9 +190,12 @@ class StepTimers(Recorder):
         """Add the span to the step under way."""
         kind, numel, begin_s, begin = span
         if begin is None or self._events is None:
-            self._open.times.of(kind).add(self._clock() - begin_s, 1, numel)
+            self._add(self._open.times, kind, self._clock() - begin_s, numel, self._open_forwards)
         else:
-            self._open.pending.append((kind, numel, begin, self._events.mark()))
+            end = self._events.mark()
+            self._open.pending.append((kind, numel, self._open_forwards, begin, end))
+        if kind == "forward":
+            self._open_forwards -= 1
 
     def instant(self, kind: str, bucket: int = -1, numel: int = 0) -> None:
         """Count it."""
@@ -233,16 +240,23 @@ class StepTimers(Recorder):
                 totals.add(part)
         return totals
 
+    def _add(
+        self, times: StepTimes, kind: str, seconds: float, numel: int, open_forwards: int
+    ) -> None:
+        times.of(kind).add(seconds, 1, numel)
+        if kind == "backward" and open_forwards:
+            times.of("forward").add(-seconds, 0, 0)
+
     def _is_ready(self, step: _OpenStep) -> bool:
         if not step.pending:
             return True
         is_newest = step is self._closed[-1]
-        return not is_newest and all(end.query() for _, _, _, end in step.pending)
+        return not is_newest and all(end.query() for *_, end in step.pending)
 
     def _read(self, step: _OpenStep) -> None:
         if self._events is not None:
-            for kind, numel, begin, end in step.pending:
-                step.times.of(kind).add(self._events.seconds(begin, end), 1, numel)
+            for kind, numel, open_forwards, begin, end in step.pending:
+                self._add(step.times, kind, self._events.seconds(begin, end), numel, open_forwards)
                 self._events.reuse(begin)
                 self._events.reuse(end)
         self._finished.append(step.times)

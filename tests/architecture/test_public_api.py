@@ -21,6 +21,8 @@ KEYWORDS = {  # in order, with their defaults
     "master_weights": None,
     "reduce_dtype": None,
     "shard_by": "element",
+    "wall_clock_breakdown": False,
+    "timeline": None,
     "timeout": lightning_zero.strategy.DEFAULT_TIMEOUT,
     "start_method": "popen",
     "process_group_backend": None,

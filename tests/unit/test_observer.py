@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -35,6 +36,7 @@ def trainer():
         world_size=1,
         is_global_zero=True,
         loggers=[Logger(), Logger()],
+        lightning_module=SimpleNamespace(automatic_optimization=True),
     )
 
 
@@ -44,12 +46,12 @@ def span(recorder, kind):
 
 def batch(observer, recorder, trainer, steps=True):
     observer.on_batch_start()
-    recorder.step_begin()  # as the engine does at each forward
-    span(recorder, "forward")
-    span(recorder, "backward")
-    if steps:
-        trainer.global_step += 1
-        observer.pause()
+    with observer.manual_step():
+        recorder.step_begin()  # as the engine does at each forward
+        span(recorder, "forward")
+    with observer.automatic_step() if steps else nullcontext():
+        span(recorder, "backward")
+    trainer.global_step += steps
 
 
 def nothing():
@@ -119,6 +121,29 @@ def test_validation_and_what_callbacks_run_are_not_recorded(trainer, tmp_path):
     observer.on_train_end(nothing)
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     assert sum(event.get("cat") == "forward" for event in events) == 3
+
+
+def test_with_manual_optimization_the_step_is_all_that_training_step_does(trainer, tmp_path):
+    trainer.lightning_module.automatic_optimization = False
+    observer = StepObserver(timeline=tmp_path)
+    recorder = observer.open(trainer, CPU)
+    observer.on_batch_start()
+    with observer.manual_step():
+        for _ in range(2):  # two optimizers, as of a GAN
+            span(recorder, "backward")
+            with observer.automatic_step():
+                span(recorder, "reduce")
+            trainer.global_step += 1
+    span(recorder, "forward")  # a callback at the end of the batch
+    observer.on_train_end(nothing)
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert sorted(e["cat"] for e in events if e["ph"] == "X") == [
+        "backward",
+        "backward",
+        "reduce",
+        "reduce",
+        "step",
+    ]
 
 
 def test_error_still_writes_and_sums_up_but_waits_for_nobody(trainer, tmp_path, caplog):

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_zero.observe.timeline import (
-    LANES,
-    ROWS,
-    Moment,
-    Timeline,
-    merge,
-    trace_events,
-)
+from lightning_zero.observe.timeline import LANES, Moment, Timeline, merge, trace_events
 from tests.helpers.clocks import Clock, Device
+from tests.helpers.traces import check_trace
 
 
 @pytest.fixture
@@ -227,44 +220,3 @@ def test_rows_never_hold_spans_that_cross(spans):
     )
     content = {"traceEvents": trace_events(moments, 0, 0.0)}
     assert check_trace(content) == len(spans)
-
-
-def check_trace(content):
-    """The rules of the format that viewers rely on; returns the number of events."""
-    json.dumps(content, allow_nan=False)
-    rows = {}
-    named = set()
-    count = 0
-    for event in content["traceEvents"]:
-        assert isinstance(event["name"], str)
-        assert isinstance(event["pid"], int)
-        if event["ph"] == "M":
-            assert event["name"] in {
-                "process_name",
-                "process_sort_index",
-                "thread_name",
-                "thread_sort_index",
-            }
-            if event["name"] == "thread_name":
-                named.add((event["pid"], event["tid"]))
-            continue
-        count += 1
-        assert event["ts"] >= 0
-        assert isinstance(event["args"], dict)
-        assert isinstance(event["cat"], str)
-        if event["ph"] == "i":
-            assert event["s"] == "t"
-        else:
-            assert event["ph"] == "X"
-            assert event["dur"] >= 0
-            rows.setdefault((event["pid"], event["tid"]), []).append(event)
-        assert (event["pid"], event["tid"]) in named
-    for (_, tid), events in rows.items():
-        is_transfer = LANES[tid // ROWS] in {"fetch", "reduce"}
-        spans = [(e["ts"], round(e["ts"] + e["dur"], 3)) for e in events if e["dur"] > 0]
-        for (begin, end), (other_begin, other_end) in itertools.combinations(spans, 2):
-            is_apart = end <= other_begin or other_end <= begin
-            is_inside = begin <= other_begin <= other_end <= end
-            is_around = other_begin <= begin <= end <= other_end
-            assert is_apart or (not is_transfer and (is_inside or is_around))
-    return count

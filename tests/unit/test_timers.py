@@ -96,6 +96,22 @@ def test_empty_step_counts_and_silence_before_the_first_does_not(timers):
     assert timers.totals().steps == 1
 
 
+def test_backward_inside_of_a_forward_is_not_counted_as_forward(timers, clock):
+    """As with manual optimization, where training_step calls backward itself."""
+    forward = timers.begin("forward")
+    clock.now = 1.0
+    for _ in range(2):
+        spend(timers, clock, "backward", 3.0)
+    clock.now = 7.5
+    timers.end(forward)
+    spend(timers, clock, "backward", 8.0)
+    timers.finish()
+    assert timers.totals().kinds == {
+        "forward": KindSum(1.5, 1, 0),
+        "backward": KindSum(14.0, 3, 0),
+    }
+
+
 # On a device.
 
 
@@ -141,6 +157,20 @@ def test_marks_are_used_again(clock):
             timers.end(timers.begin("forward_all_gather"))
         device.done_s = device.queued_s
     assert device.made <= 3 * 2 * 3  # three steps at most are open at a time
+
+
+def test_backward_inside_of_a_forward_on_a_device(clock):
+    device = Device()
+    timers = StepTimers(clock=clock, events=device.events(clock))
+    forward = timers.begin("forward")
+    device.queued_s += 1.0
+    backward = timers.begin("backward")
+    device.queued_s += 3.0
+    timers.end(backward)
+    timers.end(forward)
+    timers.finish()
+    assert timers.totals().seconds("forward") == 1.0
+    assert timers.totals().seconds("backward") == 3.0
 
 
 def test_submitting_is_timed_by_the_host_on_a_device_too(clock):
