@@ -214,10 +214,10 @@ class StepTimers(Recorder):
         """Close the last step and read all times that are still out.
 
         Args:
-            waits: Wait for what the device has not passed yet; False to leave it out, after an
-                error.
+            waits: Wait for what the device has not passed yet; False after an error, to leave it
+                out, and with it the step under way, which was not a whole one.
         """
-        if self._open.times.kinds or self._open.pending:
+        if waits and (self._open.times.kinds or self._open.pending):
             self._closed.append(self._open)
         self._open, self._has_begun = _OpenStep(), False
         if waits and self._closed and self._events is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,14 @@ class Chain(pl.LightningModule):
         self.net = nn.Sequential(*layers)
         self.losses: list[float] = []
         self.timers: StepTimers | None = None
+        self.fails_at = -1
 
     def on_train_start(self) -> None:
         self.timers = self.trainer.strategy._observer._timers
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
+        if index == self.fails_at:
+            raise ArithmeticError("on all ranks")
         loss = self.net(batch).square().mean()
         self.losses.append(loss.item())
         return loss
@@ -70,23 +74,26 @@ class Messages(logging.Handler):
         self.lines += record.getMessage().splitlines()
 
 
-def fit(stage: int, folder: Path | None, **options: Any) -> dict[str, Any]:
+def fit(stage: int, folder: Path | None, fails_at: int = -1, **options: Any) -> dict[str, Any]:
     """Train 3 steps with a validation before and in between; observed if there is a folder."""
     module, logger, messages = Chain(), False, Messages()
+    module.fails_at = fails_at
     if stage == 3:  # what is kept is the bucket whose own use comes next
         options["prefetch"] = {"reuse_distance_numel": 0}
     if folder is not None:
         logger = CSVLogger(folder, name="logs", version="")
         options |= {"wall_clock_breakdown": True, "timeline": folder / "timeline"}
     logging.getLogger("lightning.pytorch").addHandler(messages)
-    trainer(
+    user = trainer(
         ZeroStrategy(stage, bucket_numel=LAYER_NUMEL, **options),
         2,
         logger=logger,
         num_sanity_val_steps=1,
         limit_val_batches=1,
         val_check_interval=1,
-    ).fit(module)
+    )
+    with pytest.raises(ArithmeticError) if fails_at >= 0 else nullcontext():
+        user.fit(module)
     logging.getLogger("lightning.pytorch").removeHandler(messages)
     found = {"losses": module.losses, "lines": messages.lines}
     if module.timers is not None:
@@ -101,6 +108,7 @@ def observe_everything(folder: str) -> dict[str, Any]:
         "unobserved": fit(3, None),
         "stage 3": fit(3, Path(folder) / "3"),
         "stage 2": fit(2, Path(folder) / "2"),
+        "error": fit(3, Path(folder) / "error", fails_at=2),
     }
 
 
@@ -219,6 +227,16 @@ def test_files_are_valid_traces_of_both_ranks(folder, ranks):
         check_trace(json.loads((folder / "3" / "timeline" / file).read_text())) for file in files
     ]
     assert counts[2] == counts[0] + counts[1] > 100
+
+
+def test_after_an_error_whole_steps_are_summed_up_and_each_rank_has_a_timeline(folder, ranks):
+    for rank in ranks:
+        assert rank["error"]["later_steps"] == 1
+    lines = ranks[0]["error"]["lines"]
+    assert "wall clock of 1 step(s) (the first is left out), rank 0, mean of a step" in lines
+    files = sorted((folder / "error" / "timeline").iterdir())
+    assert [path.name for path in files] == ["timeline-rank0.json", "timeline-rank1.json"]
+    assert all(check_trace(json.loads(path.read_text())) > 50 for path in files)
 
 
 def of(events, rank, category, step=None, bucket=None):

@@ -151,7 +151,7 @@ def test_error_still_writes_and_sums_up_but_waits_for_nobody(trainer, tmp_path, 
     recorder = observer.open(trainer, CPU)
     batch(observer, recorder, trainer)
     observer.on_batch_start()
-    recorder.begin("forward")  # raises in here
+    span(recorder, "forward")  # and backward raises
     with caplog.at_level(logging.INFO):
         observer.close()
         observer.close()

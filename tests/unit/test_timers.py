@@ -190,9 +190,18 @@ def test_after_an_error_what_the_device_has_not_passed_is_left_out(clock):
         device.queued_s += seconds
         timers.end(span)
     device.done_s = 1.0
+    timers.step_begin()
     timers.finish(waits=False)
     assert device.waited == 0
     assert timers.totals().kinds == {"forward": KindSum(1.0, 1, 0)}
+
+
+def test_step_that_an_error_ended_is_not_counted(timers, clock):
+    for seconds in (1.0, 2.0):
+        timers.step_begin()
+        spend(timers, clock, "forward", seconds)
+    timers.finish(waits=False)
+    assert timers.totals() == StepTimes(1, {"forward": KindSum(1.0, 1, 0)})
 
 
 def test_cpu_has_no_device_events():
