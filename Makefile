@@ -21,7 +21,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "constraints.txt needs Python 3.11 or newer: make PYTHON=...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev,cli]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev,cli,plot]'
 	touch $@
 
 train: $(STAMP)
