@@ -37,7 +37,8 @@ from lightning_zero.optim.agreement import GradientAgreement
 from lightning_zero.optim.pieces import MasterShard, PieceTable, parameters_of
 from lightning_zero.params.bucket import ParameterBucket, ParamStatus
 from lightning_zero.params.buffers import BufferSync
-from lightning_zero.partition import broadcast_module, check_model, partition
+from lightning_zero.params.sliced import SlicedParameters
+from lightning_zero.partition import broadcast_module, check_model, fits_whole, partition
 from lightning_zero.prefetch.coordinator import ParameterCoordinator
 from lightning_zero.prefetch.hooks import ModuleHooks, forward_scope
 
@@ -90,6 +91,7 @@ class ZeroEngine:
             self._shards = groups.reads(options.gather_by)
         parts = partition(module, options, groups, self._shards)
         self._buckets = parts.buckets
+        self._slices = parts.slices
         self.coordinator = ParameterCoordinator(
             parts.buckets, self._shards, options.prefetch_options, options.overlap_comm, recorder
         )
@@ -304,10 +306,15 @@ class ZeroEngine:
     def close(self) -> None:
         """Give the module its parameters back, whole; to be called on all ranks.
 
-        Pieces of the optimizer state stay with the optimizers, so that a checkpoint can still be
-        written.
+        A model that was constructed sharded is sharded afterwards where it would not fit into the
+        memory of each rank. Pieces of the optimizer state stay with the optimizers, so that a
+        checkpoint can still be written.
         """
         if self._hooks is None:
+            return
+        slices = self._slices
+        if slices is not None and not fits_whole(self._buckets, self.groups):
+            self._close_sharded(slices)
             return
         with self.coordinator.held(self._buckets):
             self._shards.close()
@@ -316,6 +323,18 @@ class ZeroEngine:
                 bucket.restore_parameters()
             self._buckets = []
             self.coordinator.forget_buckets()
+        self.table.release()
+
+    def _close_sharded(self, slices: SlicedParameters) -> None:
+        """Bucket by bucket, so that no more than one of them is whole."""
+        for bucket in self._buckets:
+            with self.coordinator.held([bucket]):
+                bucket.restore_parameters(slices)
+                self.coordinator.forget_bucket(bucket)
+        self._buckets = []
+        self._shards.close()
+        self._take_off()
+        slices.watch_again(self.module)
         self.table.release()
 
     def abandon(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +14,15 @@ from lightning_zero import _compat
 from lightning_zero.comm import ShardGroups, ShardReads
 from lightning_zero.config import ZeroOptions
 from lightning_zero.grads.bucket import GradientBucket
+from lightning_zero.memory.room import fits_everywhere
 from lightning_zero.optim import geometry
 from lightning_zero.optim.pieces import parameters_of
 from lightning_zero.params.bucket import ParameterBucket, is_placeholder
+from lightning_zero.params.construction import sharded_construction
+from lightning_zero.params.meta import materialize
+from lightning_zero.params.sliced import SlicedParameters, owner_of
 from lightning_zero.params.units import Unit, module_units
+from lightning_zero.params.values import WHOLE, Values
 from lightning_zero.plan.layout import ParameterSpec, default_bucket_numel, plan_buckets
 
 ALIGN_NBYTES = 64
@@ -34,6 +40,9 @@ class Partition:
 
     gradients: list[GradientBucket]
     """Gradients of the trainable buckets, in the same order."""
+
+    slices: SlicedParameters | None = None
+    """Owner of the slices of a model that was constructed sharded."""
 
     def trainable(self) -> list[tuple[ParameterBucket, GradientBucket]]:
         """The trainable buckets with their gradients."""
@@ -102,6 +111,11 @@ def partition(
         shards: Brings the shards of buckets together that come and go.
     """
     policy = options.policy
+    slices = owner_of(module)
+    values: Values = WHOLE
+    if slices is not None:
+        slices.rest()
+        values = slices
     wanted = {p for p in module.parameters() if p.requires_grad or policy.shards_parameters}
     total_numel = sum(parameter.numel() for parameter in wanted)
     bucket_numel = options.bucket_numel or default_bucket_numel(total_numel)
@@ -116,7 +130,7 @@ def partition(
     item_nbytes = min((parameter.element_size() for parameter in wanted), default=4)
     layouts = plan_buckets(
         [
-            _spec(fqn, parameter, index, parameter in persistent)
+            _spec(fqn, parameter, values.stride(parameter), index, parameter in persistent)
             for fqn, (index, parameter) in found.items()
         ],
         world_size=groups.world_size if policy.shards_optimizer else 1,
@@ -129,24 +143,64 @@ def partition(
         parameters = [found[slot.fqn][1] for slot in layout.slots]
         is_resident = not policy.shards_parameters or parameters[0] in persistent
         gathers = groups.parameters if is_resident else shards
-        buckets.append(ParameterBucket(layout, parameters, gathers, is_resident))
-    return Partition(units, buckets, [_gradients(b, options) for b in buckets if _trains(b)])
+        buckets.append(ParameterBucket(layout, parameters, gathers, is_resident, values))
+    if slices is not None:
+        slices.restore(p for p in module.parameters() if slices.holds(p))
+        slices.unwatch(module.modules())
+    gradients = [_gradients(bucket, options) for bucket in buckets if _trains(bucket)]
+    return Partition(units, buckets, gradients, slices)
+
+
+@contextmanager
+def construction(
+    module: nn.Module | None, options: ZeroOptions, groups: ShardGroups, device: torch.device
+) -> Iterator[None]:
+    """While inside, parts of a model are built: sharded at once where parameters are to be sharded.
+
+    Args:
+        module: The model; None if there is none that could be sharded.
+        options: What is to be sharded.
+        groups: Collectives over the ranks that share the states.
+        device: Where the model is to be trained.
+    """
+    if module is None:
+        yield
+    elif options.policy.shards_parameters and groups.world_size > 1:
+        with sharded_construction(module, groups.control, device, options.bucket_numel):
+            yield
+    else:
+        yield
+        materialize(module, device)
+
+
+def fits_whole(buckets: Sequence[ParameterBucket], groups: ShardGroups) -> bool:
+    """Whether each rank has the memory to hold all parameters of these buckets, with some to spare.
+
+    To be called on all ranks, which give the same answer.
+    """
+    nbytes = sum(bucket.layout.padded_numel * bucket.dtype.itemsize for bucket in buckets)
+    device = buckets[0].flat.device if buckets else torch.device("cpu")
+    return fits_everywhere(2 * nbytes, device, groups.control)
 
 
 def broadcast_module(module: nn.Module, groups: ShardGroups) -> None:
-    """Give all ranks the parameters and buffers of rank 0.
+    """Give all ranks the parameters and buffers of rank 0, but for sliced parameters.
 
     Raises:
         RuntimeError: A parameter has lost its values in an earlier error.
     """
+    slices = owner_of(module)
+    tensors = []
     for name, parameter in module.named_parameters():
+        if slices is not None and slices.holds(parameter):
+            continue  # equal since it was constructed
         if is_placeholder(parameter):  # it could not be written to
             raise RuntimeError(
-                f"{name!r} has no values: training of this model ended with an error while its"
-                " parameters were sharded over the ranks. Make the model anew, or load a"
-                " checkpoint into a new one."
+                f"{name!r} has no values: training of this model ended with an error, or its"
+                " construction did, while its parameters were sharded over the ranks. Make the"
+                " model anew, or load a checkpoint into a new one."
             )
-    tensors = [parameter.data for parameter in module.parameters()]
+        tensors.append(parameter.data)
     groups.control.broadcast(tensors + [buffer.data for buffer in module.buffers()])
 
 
@@ -179,14 +233,8 @@ def _persistent(
     return found
 
 
-def _spec(fqn: str, parameter: nn.Parameter, unit: int, is_persistent: bool) -> ParameterSpec:
+def _spec(
+    fqn: str, parameter: nn.Parameter, stride: tuple[int, ...], unit: int, is_persistent: bool
+) -> ParameterSpec:
     kind = (parameter.dtype, parameter.device, parameter.requires_grad, is_persistent)
-    return ParameterSpec(fqn, tuple(parameter.shape), _dense_stride(parameter), kind, unit)
-
-
-def _dense_stride(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Strides of a dense copy of a parameter that keeps its memory order (channels last)."""
-    dense = torch.empty_like(
-        parameter, device="meta", memory_format=torch.preserve_format, requires_grad=False
-    )
-    return tuple(dense.stride())
+    return ParameterSpec(fqn, tuple(parameter.shape), stride, kind, unit)

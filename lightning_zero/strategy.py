@@ -24,17 +24,24 @@ from typing_extensions import override
 
 from lightning_zero import _compat
 from lightning_zero.callbacks import StepObserver
+from lightning_zero.checkpoint.sliced import resting_state_dict
 from lightning_zero.comm import ShardGroups
 from lightning_zero.config import GatherBy, ZeroOptions
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.memory.measure import ModelStateBytes
 from lightning_zero.observe.recorder import Recorder
+from lightning_zero.params.bucket import explain_refused_write
+from lightning_zero.params.sliced import held_whole, leave, opened
 from lightning_zero.params.units import LeafModule
-from lightning_zero.partition import broadcast_module
+from lightning_zero.partition import broadcast_module, construction
 from lightning_zero.plan.layout import ShardBy
 from lightning_zero.plan.prefetch import PrefetchOptions
 from lightning_zero.precision import ZeroPrecision, zero_precision
 
+WRITE_IN_STEP = (
+    "at stage 3 its values are only there while a step runs. Write to it in the step, or inside"
+    " `with trainer.strategy.full_params(module, writeback=True):`."
+)
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
@@ -166,6 +173,13 @@ class ZeroStrategy(DDPStrategy):
         self._check_started_ranks()
         super().setup_environment()
 
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        self._groups = self._groups or ShardGroups.create(self._timeout)
+        with construction(self.lightning_module, self.options, self._groups, self.root_device):
+            yield
+
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._check_owner(trainer)
@@ -183,8 +197,7 @@ class ZeroStrategy(DDPStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self._check_backend()
-        if self._groups is None:
-            self._groups = ShardGroups.create(self._timeout)
+        self._groups = self._groups or ShardGroups.create(self._timeout)
         broadcast_module(self.model, self._groups)
         if is_fitting:
             self.setup_optimizers(trainer)
@@ -232,9 +245,11 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._engine is not None:
+        if self._engine is None:
+            leave(self.lightning_module)
+        else:
             self._engine.abort_step()
-            _explain_refused_write(exception)
+            explain_refused_write(exception, WRITE_IN_STEP)
 
     # One step.
 
@@ -304,7 +319,7 @@ class ZeroStrategy(DDPStrategy):
             module: Part of the model whose parameters are wanted; None for the whole model.
             writeback: Keep what was written to parameters; all ranks must write the same values.
         """
-        scope: AbstractContextManager[None] = nullcontext()
+        scope = held_whole(module or self.lightning_module)
         if self._engine is not None:
             scope = self._engine.full_params(module, writeback)
         with scope:
@@ -327,12 +342,13 @@ class ZeroStrategy(DDPStrategy):
         if module is None:
             raise RuntimeError("there is no model to take a state dict of")
         if self._engine is None:
-            return module.state_dict()
+            return resting_state_dict(module)
         return self._engine.module_state_dict(module)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        with self.full_params(writeback=True):
+        scope = self.full_params(writeback=True) if self._engine else opened(self.lightning_module)
+        with scope:
             super().load_model_state_dict(checkpoint, strict=strict)
 
     @override
@@ -399,16 +415,6 @@ class ZeroStrategy(DDPStrategy):
                 f" num_nodes={self.num_nodes}), but {started} were started (WORLD_SIZE={started})."
                 " Make the two numbers equal."
             )
-
-
-def _explain_refused_write(exception: BaseException) -> None:
-    """Say what torch means where a parameter that is not there was written to."""
-    if isinstance(exception, RuntimeError) and "single memory location" in str(exception):
-        exception.args = (
-            f"{exception} If this was a parameter: at stage 3 its values are only there while a"
-            " step runs. Write to it in the step, or inside"
-            " `with trainer.strategy.full_params(module, writeback=True):`.",
-        )
 
 
 def _plain(optimizer: Any) -> Optimizer:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lightning_zero import _compat
 from lightning_zero.comm.api import Gathers, Handle
+from lightning_zero.params.values import WHOLE, Values
 from lightning_zero.plan.layout import BucketLayout, Piece
 
 FINGERPRINT_CHUNK_NUMEL = 2**16
@@ -53,14 +54,15 @@ class ParameterBucket:
     """Parameters of one bucket in one flat tensor, whole or as this rank's shard.
 
     A *resident* bucket (stages 0 to 2) keeps its flat tensor; the shard is a view of it. The flat
-    storage of any other bucket exists only while the bucket is in use.
+    storage of any other bucket exists only while the bucket is in use; at first it is not there.
 
     Args:
         layout: Plan of the bucket.
-        parameters: The parameters of ``layout.slots``, dense, all of one dtype and device, with
-            their initial values. They become views of the bucket.
+        parameters: The parameters of ``layout.slots``, all of one dtype and device. They become
+            views of the bucket, and their own memory is freed.
         gathers: Brings the shards together.
         is_resident: Keep the full tensor between uses.
+        values: Where the parameters' initial values are.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class ParameterBucket:
         parameters: Sequence[nn.Parameter],
         gathers: Gathers,
         is_resident: bool,
+        values: Values = WHOLE,
     ) -> None:
         first = parameters[0]
         self.layout = layout
@@ -76,25 +79,29 @@ class ParameterBucket:
         self.is_resident = is_resident
         self._gathers = gathers
         self._handle: Handle | None = None
-        self.status = ParamStatus.AVAILABLE
+        self.status = ParamStatus.AVAILABLE if is_resident else ParamStatus.NOT_AVAILABLE
         with torch.no_grad():
-            self.flat = torch.zeros(layout.padded_numel, dtype=first.dtype, device=first.device)
+            self.flat = torch.empty(layout.padded_numel, dtype=first.dtype, device=first.device)
+            self._flat_nbytes = self.flat.untyped_storage().nbytes()
             self._views = self._make_views()
-            for view, parameter in zip(self._views, self.parameters, strict=True):
-                view.copy_(parameter.detach())
-            self._blanks = _blanks(len(layout.slots), first)
+            self._own = slice(*layout.shard_range(gathers.rank % layout.world_size))
+            if is_resident:
+                self.shard = self.flat[self._own]
+                values.fill(layout.slots, self.parameters, self.flat.zero_(), 0)
+            else:  # the full tensor would only be cut again
+                self.flat.untyped_storage().resize_(0)
+                self.shard = torch.zeros(layout.shard_numel, dtype=first.dtype, device=first.device)
+                values.fill(layout.slots, self.parameters, self.shard, self._own.start)
+            self._blanks = blanks(len(layout.slots), first)
             self._placeholders = [
                 self._blanks[slot].expand(parameter.shape)
                 for slot, parameter in enumerate(self.parameters)
             ]
             self._blank_value = self._blanks[:1].clone()
-            self._own = slice(*layout.shard_range(gathers.rank % layout.world_size))
-            self.shard = self.flat[self._own] if is_resident else self.flat[self._own].clone()
+        self._own_users = _compat.storage_users(self.flat)
         self._shown: list[Tensor] = []
         self._versions: list[int] = []
-        self._flat_nbytes = self.flat.untyped_storage().nbytes()
-        self._own_users = _compat.storage_users(self.flat)
-        self._show(self._views)
+        self._show(self._views if is_resident else self._placeholders)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -265,8 +272,11 @@ class ParameterBucket:
                 parameter.data = shown
         self._versions = [parameter._version for parameter in self.parameters]
 
-    def restore_parameters(self) -> None:
-        """Give every parameter storage of its own with its full value; the bucket is dead after.
+    def restore_parameters(self, values: Values = WHOLE) -> None:
+        """Give every parameter back; the bucket is dead after.
+
+        Args:
+            values: Who holds the parameters' values from now on; by default they are whole.
 
         Raises:
             RuntimeError: The bucket is not available.
@@ -274,7 +284,7 @@ class ParameterBucket:
         if self.status is not ParamStatus.AVAILABLE:
             raise RuntimeError(f"{self}: restore_parameters() while {self.status.value}")
         self.keep_written_values()
-        self._restore(self.flat)
+        self._restore(self.flat, values)
 
     def restore_from_shard(self) -> None:
         """As :meth:`restore_parameters` in any state, where the shard is all there is.
@@ -286,10 +296,10 @@ class ParameterBucket:
             raise RuntimeError(f"{self}: {self.layout.world_size} ranks hold shards, not one")
         self._restore(self.shard)
 
-    def _restore(self, flat: Tensor) -> None:
+    def _restore(self, flat: Tensor, values: Values = WHOLE) -> None:
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             view = flat.as_strided(slot.shape, slot.stride, flat.storage_offset() + slot.offset)
-            parameter.data = view.clone(memory_format=torch.preserve_format)
+            values.give_back(parameter, view)
         self._views, self._shown = [], []
         self.flat = self.shard = torch.empty(0)
 
@@ -324,7 +334,13 @@ def is_placeholder(parameter: Tensor) -> bool:
     return is_one_value and bool(parameter.detach().flatten()[:1].isnan().any())
 
 
-def _blanks(count: int, like: nn.Parameter) -> Tensor:
+def explain_refused_write(error: BaseException, remedy: str) -> None:
+    """Say what torch means where a parameter that is not there was written to."""
+    if isinstance(error, RuntimeError) and "single memory location" in str(error):
+        error.args = (f"{error} If this was a parameter: {remedy}",)
+
+
+def blanks(count: int, like: Tensor) -> Tensor:
     """One value per parameter that cannot be taken for a weight: NaN, or the smallest integer."""
     if like.dtype.is_floating_point:
         value = float("nan")

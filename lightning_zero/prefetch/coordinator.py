@@ -242,6 +242,12 @@ class ParameterCoordinator:
                 continue
             self.residency.give_back(bucket)
 
+    def forget_bucket(self, bucket: ParameterBucket) -> None:
+        """A bucket is dissolved."""
+        self.residency.forget_bucket(bucket)
+        for parameter in bucket.parameters:
+            del self._bucket_of[parameter]
+
     def forget_buckets(self) -> None:
         """The buckets are dissolved; nothing is left to coordinate."""
         self.residency.forget()

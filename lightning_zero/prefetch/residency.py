@@ -186,6 +186,12 @@ class Residency:
         if bucket.status is ParamStatus.INFLIGHT:
             self.wait(bucket)
 
+    def forget_bucket(self, bucket: ParameterBucket) -> None:
+        """A bucket that is whole is dissolved."""
+        del self.buckets[bucket.layout.index]
+        self.by_storage = {key: b for key, b in self.by_storage.items() if b is not bucket}
+        self.live_numel -= bucket.layout.padded_numel
+
     def forget(self) -> None:
         """The buckets are dissolved; nothing is left to bring in."""
         self.buckets = {}

@@ -30,9 +30,14 @@ def layout_of(parameters, world_size=1, **plan):
 
 
 def make_bucket(parameters, is_resident=False):
-    return ParameterBucket(
+    """A bucket that is available, at first."""
+    bucket = ParameterBucket(
         layout_of(parameters), parameters, choose_collectives(None), is_resident=is_resident
     )
+    if not is_resident:
+        bucket.begin_unshard(key=0)
+        bucket.wait()
+    return bucket
 
 
 def some_parameters():
@@ -204,7 +209,8 @@ def test_gather_brings_the_other_ranks_part():
     bucket = ParameterBucket(layout_of(parameters, 2), parameters, collectives, is_resident=False)
     assert bucket.rank == 1
     assert torch.equal(bucket.shard[:8], torch.arange(32.0, 40.0))
-    bucket.reshard()
+    assert bucket.status is AWAY
+    assert parameters[0].isnan().all()
     collectives.other_shard = torch.full((32,), 5.0)
     bucket.begin_unshard(0)
     assert parameters[0].isnan().all()
@@ -216,7 +222,6 @@ def test_failed_gather_names_the_rank_and_the_bucket():
     parameters = [nn.Parameter(torch.arange(40.0))]
     collectives = Peers(error=RuntimeError("connection closed by peer"))
     bucket = ParameterBucket(layout_of(parameters, 2), parameters, collectives, is_resident=False)
-    bucket.reshard()
     bucket.begin_unshard(0)
     with pytest.raises(RuntimeError, match=r"rank 1 could not gather bucket 0 \(p0\).*by peer"):
         bucket.wait()

@@ -1,0 +1,77 @@
+"""How much memory is free for this process."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_zero.comm import Collectives
+
+_LIMITS = {"RLIMIT_AS": "VmSize", "RLIMIT_DATA": "VmData"}
+"""Limits of a process, and what /proc/self/status calls its use of them."""
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def fits_everywhere(nbytes: int, device: torch.device, collectives: Collectives) -> bool:
+    """Whether every rank has so many bytes free; the same answer on all ranks.
+
+    Args:
+        nbytes: Bytes that each rank would allocate.
+        device: Where; host memory is shared with the other ranks of a host.
+        collectives: Group of the ranks.
+    """
+    mine = (socket.gethostname(), _free_on_host(), min(_free_in_limits(), _free_on(device)))
+    every = collectives.exchange_objects(mine)
+    hosts = [host for host, _, _ in every]
+    return all(
+        nbytes <= own_free and nbytes * hosts.count(host) <= host_free
+        for host, host_free, own_free in every
+    )
+
+
+def _free_on_host(proc: Path = Path("/proc"), cgroup: Path = _CGROUP) -> int:
+    """Bytes that all processes here together may still take."""
+    free = [_nbytes_in(proc / "meminfo").get("MemAvailable", sys.maxsize)]
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        free.append(limit - int((cgroup / "memory.current").read_text()))
+    except (OSError, ValueError):  # no such group, or no limit ("max")
+        pass
+    return min(free)
+
+
+def _free_in_limits() -> int:
+    """Bytes until a limit that was set for this process (ulimit)."""
+    try:
+        import resource
+    except ImportError:  # no such limits here
+        return sys.maxsize
+    used = _nbytes_in(Path("/proc/self/status"))
+    free = [sys.maxsize]
+    for limit, name in _LIMITS.items():
+        allowed = resource.getrlimit(getattr(resource, limit))[0]
+        if allowed != resource.RLIM_INFINITY:
+            free.append(allowed - used.get(name, 0))
+    return min(free)
+
+
+def _free_on(device: torch.device) -> int:
+    if device.type == "cpu":
+        return sys.maxsize
+    accelerator: Any = torch.get_device_module(device)
+    cached = accelerator.memory_reserved(device) - accelerator.memory_allocated(device)
+    return int(accelerator.mem_get_info(device)[0] + cached)
+
+
+def _nbytes_in(path: Path) -> dict[str, int]:
+    """What a file of /proc says in kB, in bytes."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:  # not on Linux
+        return {}
+    words = [line.split() for line in lines]
+    return {w[0].rstrip(":"): int(w[1]) * 1024 for w in words if len(w) == 3 and w[2] == "kB"}

@@ -1,0 +1,40 @@
+"""The dense memory order of a parameter, such as channels last, which flat tensors keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+CHECKSUM_CHUNK_NUMEL = 2**11
+"""Summing converts a chunk to 64 bits, which may not count against the memory of a rank."""
+_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """Strides of a dense copy of a tensor that keeps its memory order."""
+    dense = torch.empty_like(
+        tensor, device="meta", memory_format=torch.preserve_format, requires_grad=False
+    )
+    return tuple(dense.stride())
+
+
+def flatten(tensor: Tensor, stride: Sequence[int]) -> Tensor:
+    """A tensor in the order of dense strides, 1-D; a view of it where it has these strides."""
+    if tensor.stride() == tuple(stride):
+        return tensor.detach().as_strided((tensor.numel(),), (1,))
+    dense = torch.empty_strided(
+        tensor.shape, tuple(stride), dtype=tensor.dtype, device=tensor.device
+    )
+    return dense.copy_(tensor.detach()).as_strided((tensor.numel(),), (1,))
+
+
+def checksum(flat: Tensor) -> int:
+    """A number that tells tensors of other bits apart; 1-D of any real dtype."""
+    bits = flat.view(_INTEGER[flat.element_size()])
+    chunk_numel = CHECKSUM_CHUNK_NUMEL if flat.device.type == "cpu" else 2**22
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for chunk in torch.split(bits, chunk_numel):
+        total += chunk.sum(dtype=torch.int64)
+    return int(total)
