@@ -97,6 +97,11 @@ def callbacks_of(trainer: Any) -> list[Any]:
     return list(trainer.callbacks)
 
 
+def is_compiled_outside(module: nn.Module) -> bool:
+    """Whether a module is torch.compile's wrapper, whose own hooks are not traced."""
+    return isinstance(module, OptimizedModule)
+
+
 def compiled_modules(root: nn.Module) -> list[nn.Module]:
     """Modules in a tree that torch.compile traces as a whole, the outermost ones."""
     if getattr(root, "_compiler_ctx", None) is not None:  # trainer.fit(torch.compile(module))

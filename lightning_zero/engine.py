@@ -40,7 +40,7 @@ from lightning_zero.params.buffers import BufferSync
 from lightning_zero.params.sliced import SlicedParameters
 from lightning_zero.partition import broadcast_module, check_model, fits_whole, partition
 from lightning_zero.prefetch.coordinator import ParameterCoordinator
-from lightning_zero.prefetch.hooks import ModuleHooks, forward_scope
+from lightning_zero.prefetch.hooks import ModuleHooks, SavedTensors
 
 ABORT_TIMEOUT = timedelta(seconds=5)
 """How long an abort waits for transfers under way; their buffers are given up after it."""
@@ -117,6 +117,7 @@ class ZeroEngine:
         if optimizers and self.device.type == "cpu":
             keep_freed_memory()
         self._buffer_sync = BufferSync(module, groups.control) if optimizers else None
+        self._saved_tensors = SavedTensors(self.coordinator)
         self._hooks: ModuleHooks | None = ModuleHooks(
             module, parts.units, self.coordinator, self.step_scope
         )
@@ -134,7 +135,8 @@ class ZeroEngine:
         buffers = None if self.coordinator.is_in_step else self._buffer_sync
         if buffers is not None:
             buffers.before_forward()
-        with forward_scope(self.coordinator):
+        whole = self._hooks.of_whole_forward if self._hooks is not None else ()
+        with self._saved_tensors.forward_scope(whole):
             yield
         if buffers is not None:
             buffers.after_forward(torch.is_grad_enabled() and self._reducer.synchronises)

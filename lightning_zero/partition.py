@@ -75,11 +75,6 @@ def check_model(
                 f" the model (shapes {strangers[:5]}): they would never be averaged over the ranks."
                 " Register them in the model."
             )
-    if options.policy.shards_parameters and _compat.compiled_modules(module):
-        raise ValueError(
-            "stage 3 cannot train a module that torch.compile has compiled: its parameters are"
-            " not there while it is traced. Use stage 1 or 2, or do not compile."
-        )
     for parameter, name in names.items():
         _check_parameter(parameter, name)
 
@@ -119,7 +114,9 @@ def partition(
     wanted = {p for p in module.parameters() if p.requires_grad or policy.shards_parameters}
     total_numel = sum(parameter.numel() for parameter in wanted)
     bucket_numel = options.bucket_numel or default_bucket_numel(total_numel)
-    units = module_units(module, bucket_numel, options.leaf_modules)
+    units = module_units(
+        module, bucket_numel, options.leaf_modules, _compat.compiled_modules(module)
+    )
     persistent = _persistent(wanted, module, options)
     found = {
         fqn: (index, parameter)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -29,7 +29,10 @@ LeafModule = str | type[nn.Module]
 
 
 def module_units(
-    root: nn.Module, bucket_numel: int, leaf_modules: Sequence[LeafModule] = ()
+    root: nn.Module,
+    bucket_numel: int,
+    leaf_modules: Sequence[LeafModule] = (),
+    whole: Collection[nn.Module] = (),
 ) -> list[Unit]:
     """Cut a module into the largest subtrees that fit into one bucket.
 
@@ -43,11 +46,12 @@ def module_units(
         bucket_numel: Capacity of a bucket in elements.
         leaf_modules: Modules that are units whatever their size: classes, names of classes, full
             names of modules, or endings of full names that begin with a dot.
+        whole: More modules that are units whatever their size.
 
     Raises:
         ValueError: A leaf module is not in the model.
     """
-    leaves = _leaves(root, leaf_modules)
+    leaves = _leaves(root, leaf_modules) | set(whole)
     seen: set[nn.Parameter] = set()
     found = []
     for name, module, is_whole in _subtrees("", root, root, bucket_numel, leaves):

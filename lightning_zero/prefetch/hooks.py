@@ -6,6 +6,12 @@ bucket is replaced by its place in the bucket, and backward, when it asks for th
 bucket first. This holds for any container a module returns its outputs in, and for outputs it
 stores elsewhere. Hooks switch off autograd's own check for tensors that were changed in place after
 they were saved, so the check is made here.
+
+[Note: compiled modules]
+What torch.compile traces must not meet our hooks. The wrapper that ``torch.compile(module)`` makes
+has hooks of its own around the traced code, so it is a unit like any other. A module that was
+compiled in place, or the whole LightningModule, has no outside: its parameters come before the
+forward of the whole model begins, and go after it.
 """
 
 from __future__ import annotations
@@ -48,12 +54,16 @@ class ModuleHooks:
         compiled = _compat.compiled_modules(root)
         traced = {inner for outer in compiled for inner in outer.modules()}
         for module in root.modules():
-            if module not in traced:  # what torch.compile traces must not meet our hooks
+            self._watch_state_dict(module)
+            if module not in traced:
                 parameter_dict.install(module, coordinator.on_access, self._on_listing)
-                self._watch_state_dict(module)
+        outside = {module for module in compiled if _compat.is_compiled_outside(module)}
         for unit in units:
-            if unit.module is not root and unit.module not in traced:
+            if unit.module is not root and (unit.module in outside or unit.module not in traced):
                 self._watch_unit(unit.name, unit.module, unit.uses)
+        within = [p for module in compiled if module not in outside for p in module.parameters()]
+        self.of_whole_forward = _buckets_of(within, coordinator)
+        """Buckets that compiled code uses from within, see [Note: compiled modules]."""
         self._watch_root(step_scope)
 
     def remove(self) -> None:
@@ -151,32 +161,49 @@ class _SavedTensor(NamedTuple):
     version: int
 
 
-@contextmanager
-def forward_scope(coordinator: ParameterCoordinator) -> Iterator[None]:
-    """Scope of one forward: weights saved in it are gathered again in backward."""
-    is_inner = coordinator.is_in_forward
-    with coordinator.forward_scope(), nullcontext() if is_inner else saved_views(coordinator):
-        yield
+class SavedTensors:
+    """Weights that autograd saves are kept as their place, see [Note: saved tensors].
 
+    Args:
+        coordinator: Gathers what backward asks for.
+    """
 
-def saved_views(coordinator: ParameterCoordinator) -> AbstractContextManager[None]:
-    """Weights that autograd saves inside are kept as their place, see [Note: saved tensors]."""
-    by_storage = coordinator.residency.by_storage
-    if not by_storage:
-        return nullcontext()
+    def __init__(self, coordinator: ParameterCoordinator) -> None:
+        self._coordinator = coordinator
+        self._by_storage = coordinator.residency.by_storage
+        # The same two objects each time: compiled code is guarded by their identity.
+        self._pack: Callable[[Tensor], Any] = self.pack
+        self._unpack: Callable[[Any], Tensor] = self.unpack
 
-    def pack(tensor: Tensor) -> _SavedView | _SavedTensor:
-        bucket = by_storage.get(_storage_key(tensor))
+    @contextmanager
+    def forward_scope(self, buckets: Sequence[ParameterBucket] = ()) -> Iterator[None]:
+        """Scope of one forward: weights saved in it are gathered again in backward.
+
+        Args:
+            buckets: Are available from its beginning to its end.
+        """
+        coordinator = self._coordinator
+        if coordinator.is_in_forward:
+            with coordinator.forward_scope():
+                yield
+            return
+        with coordinator.forward_scope(), self._saved(), _used(coordinator, buckets):
+            yield
+
+    def pack(self, tensor: Tensor) -> _SavedView | _SavedTensor:
+        """What is kept instead of a tensor."""
+        bucket = self._by_storage.get(_storage_key(tensor))
         if bucket is not None:
-            module, offset = coordinator.running_module, int(tensor.storage_offset())
+            module, offset = self._coordinator.running_module, int(tensor.storage_offset())
             return _SavedView(bucket, module, tensor.shape, tensor.stride(), offset)
         # An output that was saved by its own node would keep that node alive for ever.
         kept = tensor.detach() if tensor.grad_fn is not None else tensor
         return _SavedTensor(kept, tensor._version)
 
-    def unpack(saved: _SavedView | _SavedTensor) -> Tensor:
+    def unpack(self, saved: _SavedView | _SavedTensor) -> Tensor:
+        """The tensor that was to be kept."""
         if isinstance(saved, _SavedView):
-            coordinator.need(saved.bucket, saved.module)
+            self._coordinator.need(saved.bucket, saved.module)
             return saved.bucket.flat.as_strided(saved.shape, saved.stride, saved.offset)
         if saved.tensor._version != saved.version:
             raise RuntimeError(
@@ -186,7 +213,23 @@ def saved_views(coordinator: ParameterCoordinator) -> AbstractContextManager[Non
             )
         return saved.tensor
 
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    def _saved(self) -> AbstractContextManager[None]:
+        if not self._by_storage:
+            return nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+
+@contextmanager
+def _used(coordinator: ParameterCoordinator, buckets: Sequence[ParameterBucket]) -> Iterator[None]:
+    """Inside, buckets are in use by the root module."""
+    if not buckets:
+        yield
+        return
+    coordinator.before("", buckets)
+    try:
+        yield
+    finally:
+        coordinator.after(buckets)
 
 
 def _storage_key(tensor: Tensor) -> int:
