@@ -10,8 +10,16 @@ from lightning_zero.__about__ import __version__
 from lightning_zero.comm import ShardGroups
 from lightning_zero.config import ZeroOptions
 from lightning_zero.engine import ZeroEngine
+from lightning_zero.plan.prefetch import PrefetchOptions
 from lightning_zero.strategy import ZeroStrategy
 
 ZeroStrategy.register_strategies(StrategyRegistry)
 
-__all__ = ["ShardGroups", "ZeroEngine", "ZeroOptions", "ZeroStrategy", "__version__"]
+__all__ = [
+    "PrefetchOptions",
+    "ShardGroups",
+    "ZeroEngine",
+    "ZeroOptions",
+    "ZeroStrategy",
+    "__version__",
+]

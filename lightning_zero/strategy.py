@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero import _compat
+from lightning_zero.batches import EvenBatches, UnevenBatches
 from lightning_zero.callbacks import StepObserver
 from lightning_zero.checkpoint.sliced import resting_state_dict
 from lightning_zero.comm import ShardGroups
@@ -69,6 +70,8 @@ class ZeroStrategy(DDPStrategy):
             them in step; ``"auto"`` is collective with NCCL, else one-sided.
         leaf_modules: Stage 3: modules whose parameters travel as a whole: classes, names of
             classes, names of modules, or endings of names.
+        uneven_batches: What happens where ranks run out of training batches at different times:
+            ``"stop"`` ends the epoch on all ranks when the first has none left, ``"error"`` raises.
         wall_clock_breakdown: Print and log for each step how long forward and backward submit, wait
             and compute, and say at the end what bounds them.
         timeline: Folder to which each rank writes a timeline of its first 20 steps, for Perfetto.
@@ -102,6 +105,7 @@ class ZeroStrategy(DDPStrategy):
         prefetch: PrefetchOptions | Mapping[str, Any] | None = None,
         gather_by: GatherBy = "auto",
         leaf_modules: Sequence[LeafModule] = (),
+        uneven_batches: UnevenBatches = "stop",
         wall_clock_breakdown: bool = False,
         timeline: str | Path | None = None,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
@@ -125,6 +129,7 @@ class ZeroStrategy(DDPStrategy):
             leaf_modules=leaf_modules,
         )
         self._policy = self.options.policy
+        self._batches = EvenBatches(uneven_batches)
         self._observer = StepObserver(wall_clock_breakdown, timeline)
         self._engine: ZeroEngine | None = None
         self._optimizer_engine: ZeroEngine | None = None
@@ -205,7 +210,8 @@ class ZeroStrategy(DDPStrategy):
         if is_fitting:
             self._begin_training(self._observer.open(trainer, self.root_device))
         elif self._policy.shards_parameters:
-            self._engine = ZeroEngine(self.model, [], self.options, self._groups, broadcast=False)
+            groups = self._shard_groups()
+            self._engine = ZeroEngine(self.model, [], self.options, groups, broadcast=False)
 
     def _begin_training(self, recorder: Recorder) -> None:
         if self.model is None or self._groups is None:
@@ -229,7 +235,17 @@ class ZeroStrategy(DDPStrategy):
             )
 
     @override
+    def process_dataloader(self, dataloader: object) -> object:
+        module = self.lightning_module
+        trainer = None if module is None else _compat.trainer_of(module)
+        if trainer is None or not trainer.training:  # evaluation may differ between ranks
+            return dataloader
+        self._batches.begin(self._shard_groups().control, self.root_device)
+        return self._batches.wrap(dataloader, trainer.limit_train_batches)
+
+    @override
     def teardown(self) -> None:
+        self._batches.end()
         self._observer.close()
         engine, self._engine = self._engine, None
         module = self.lightning_module
@@ -373,6 +389,12 @@ class ZeroStrategy(DDPStrategy):
                 " LightningModule or of a callback"
             )
         return self._engine
+
+    def _shard_groups(self) -> ShardGroups:
+        """The groups; the first call makes them, on all ranks together."""
+        if self._groups is None:
+            self._groups = ShardGroups.create(self._timeout)
+        return self._groups
 
     def _step_scope(self) -> AbstractContextManager[None]:
         return nullcontext() if self._engine is None else self._engine.step_scope()

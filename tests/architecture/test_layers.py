@@ -17,6 +17,7 @@ LEVELS = [
     ("callbacks.py",),
     ("precision.py",),
     ("cli.py",),
+    ("batches.py",),
     ("engine.py",),
     ("partition.py",),
     ("checkpoint/",),

@@ -21,6 +21,10 @@ KEYWORDS = {  # in order, with their defaults
     "master_weights": None,
     "reduce_dtype": None,
     "shard_by": "element",
+    "prefetch": None,
+    "gather_by": "auto",
+    "leaf_modules": (),
+    "uneven_batches": "stop",
     "wall_clock_breakdown": False,
     "timeline": None,
     "timeout": lightning_zero.strategy.DEFAULT_TIMEOUT,
@@ -37,6 +41,7 @@ FUNCTIONS = (ast.FunctionDef, ast.ClassDef)
 
 def test_package_exports_these_names():
     assert sorted(lightning_zero.__all__) == [
+        "PrefetchOptions",
         "ShardGroups",
         "ZeroEngine",
         "ZeroOptions",
