@@ -210,8 +210,7 @@ class ZeroStrategy(DDPStrategy):
         if is_fitting:
             self._begin_training(self._observer.open(trainer, self.root_device))
         elif self._policy.shards_parameters:
-            groups = self._shard_groups()
-            self._engine = ZeroEngine(self.model, [], self.options, groups, broadcast=False)
+            self._engine = ZeroEngine(self.model, [], self.options, self._groups, broadcast=False)
 
     def _begin_training(self, recorder: Recorder) -> None:
         if self.model is None or self._groups is None:
@@ -240,7 +239,8 @@ class ZeroStrategy(DDPStrategy):
         trainer = None if module is None else _compat.trainer_of(module)
         if trainer is None or not trainer.training:  # evaluation may differ between ranks
             return dataloader
-        self._batches.begin(self._shard_groups().control, self.root_device)
+        self._groups = self._groups or ShardGroups.create(self._timeout)
+        self._batches.begin(self._groups.control, self.root_device)
         return self._batches.wrap(dataloader, trainer.limit_train_batches)
 
     @override
@@ -389,12 +389,6 @@ class ZeroStrategy(DDPStrategy):
                 " LightningModule or of a callback"
             )
         return self._engine
-
-    def _shard_groups(self) -> ShardGroups:
-        """The groups; the first call makes them, on all ranks together."""
-        if self._groups is None:
-            self._groups = ShardGroups.create(self._timeout)
-        return self._groups
 
     def _step_scope(self) -> AbstractContextManager[None]:
         return nullcontext() if self._engine is None else self._engine.step_scope()
