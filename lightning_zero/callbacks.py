@@ -17,6 +17,26 @@ from lightning_zero.observe.timeline import MERGED_NAME, Timeline, merge, rank_f
 from lightning_zero.observe.timers import StepTimers, StepTimes, shown_kinds, step_line, summary
 
 
+class TraceLog:
+    """Logs how often steps have left their trace at stage 3, whenever it has happened again."""
+
+    def __init__(self) -> None:
+        self._logged = 0
+
+    def log(self, trainer: Any, counts: dict[str, float]) -> None:
+        """Log counts if they are news.
+
+        Args:
+            trainer: Has the loggers.
+            counts: As ``ZeroStrategy.trace_counts``.
+        """
+        found = int(counts.get("zero/trace_invalidations", 0))
+        if found > self._logged:
+            for logger in trainer.loggers:
+                logger.log_metrics(counts, step=trainer.global_step)
+        self._logged = found
+
+
 class StepObserver:
     """Times the optimizer steps of a fit; the strategy tells it where the Trainer is.
 

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lightning_zero import _compat
 from lightning_zero.batches import EvenBatches, UnevenBatches
-from lightning_zero.callbacks import StepObserver
+from lightning_zero.callbacks import StepObserver, TraceLog
 from lightning_zero.checkpoint.sliced import resting_state_dict
 from lightning_zero.comm import ShardGroups
 from lightning_zero.config import GatherBy, ZeroOptions
@@ -131,6 +131,7 @@ class ZeroStrategy(DDPStrategy):
         self._policy = self.options.policy
         self._batches = EvenBatches(uneven_batches)
         self._observer = StepObserver(wall_clock_breakdown, timeline)
+        self._trace_log = TraceLog()
         self._engine: ZeroEngine | None = None
         self._optimizer_engine: ZeroEngine | None = None
         self._groups: ShardGroups | None = None
@@ -272,6 +273,7 @@ class ZeroStrategy(DDPStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._observer.on_batch_start()
+        self._log_trace()
 
     @override
     def on_validation_start(self) -> None:
@@ -280,6 +282,7 @@ class ZeroStrategy(DDPStrategy):
     @override
     def on_train_end(self) -> None:
         self._observer.on_train_end(self.barrier)
+        self._log_trace()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -349,6 +352,21 @@ class ZeroStrategy(DDPStrategy):
     def sent_nbytes(self) -> int:
         """Bytes that this rank has sent for gradients and parameters since the groups were made."""
         return 0 if self._groups is None else self._groups.sent_nbytes
+
+    @property
+    def trace_counts(self) -> dict[str, float]:
+        """Stage 3: how often passes have left the trace, and how buckets came; empty outside a fit.
+
+        Logged with the Trainer's loggers whenever another pass has left its trace.
+        """
+        if self._engine is None or not self._policy.shards_parameters:
+            return {}
+        return self._engine.coordinator.passes.report.metrics()
+
+    def _log_trace(self) -> None:
+        module = self.lightning_module
+        if module is not None and self.trace_counts:
+            self._trace_log.log(_compat.trainer_of(module), self.trace_counts)
 
     # Checkpoints.
 
