@@ -11,6 +11,7 @@ computes it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -125,13 +126,15 @@ class _GroupCollectives(Collectives):
 
     def agree(self, values: Tensor) -> None:
         """See the base class."""
-        dist.all_reduce(values, group=self._group)
+        with self._meeting("agree on a number"):
+            dist.all_reduce(values, group=self._group)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """See the base class."""
         for chunk in _chunks(tensors):
             joined = torch.cat([tensor.reshape(-1) for tensor in chunk])
-            dist.broadcast(joined, self._rank_zero, group=self._group)
+            with self._meeting("take values from rank 0"):
+                dist.broadcast(joined, self._rank_zero, group=self._group)
             parts = torch.split(joined, [tensor.numel() for tensor in chunk])
             for tensor, part in zip(chunk, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
@@ -140,7 +143,8 @@ class _GroupCollectives(Collectives):
         """See the base class."""
         shard = shard.contiguous()
         if self.rank != 0:
-            dist.send(shard, self._rank_zero, group=self._group, tag=self._tag(key))
+            with self._meeting("bring shards to rank 0, as for a checkpoint"):
+                dist.send(shard, self._rank_zero, group=self._group, tag=self._tag(key))
             self.sent_nbytes += shard.nbytes
             return None
         flat = shard.new_empty(self.world_size * shard.numel())
@@ -148,24 +152,39 @@ class _GroupCollectives(Collectives):
         parts[0].copy_(shard)
         for peer in range(1, self.world_size):
             source = dist.get_global_rank(self._group, peer)
-            dist.recv(parts[peer], source, group=self._group, tag=self._tag(key))
+            with self._meeting("bring shards to rank 0, as for a checkpoint"):
+                dist.recv(parts[peer], source, group=self._group, tag=self._tag(key))
         return flat
 
     def gather_objects(self, value: Any) -> list[Any] | None:
         """See the base class."""
         found: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(value, found, dst=self._rank_zero, group=self._group)
+        with self._meeting("tell rank 0 what they hold, as for a checkpoint"):
+            dist.gather_object(value, found, dst=self._rank_zero, group=self._group)
         return found
 
     def exchange_objects(self, value: Any) -> list[Any]:
         """See the base class."""
         found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value, group=self._group)
+        with self._meeting("tell each other what they hold"):
+            dist.all_gather_object(found, value, group=self._group)
         return found
 
     def advance(self) -> None:
         """See the base class."""
         self._generation = (self._generation + 1) % GENERATIONS
+
+    @contextmanager
+    def _meeting(self, what: str) -> Iterator[None]:
+        """Say which rank waited for what, where the backend only says that time is over."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.rank} waited for the other ranks to {what}, and one of them has"
+                " failed, or did not take part in time. Every rank has to make this call: take it"
+                f" out of `if rank == 0` ({type(error).__name__}: {error})"
+            ) from error
 
     def _tag(self, key: int) -> int:
         if not 0 <= key < KEYS_PER_GENERATION:
