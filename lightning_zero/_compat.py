@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,15 @@ def storage_identity(tensor: torch.Tensor) -> int:
 def storage_users(tensor: torch.Tensor) -> int:
     """Tensors and others that hold the storage of a tensor, itself and this call's included."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def is_registering(depth: int) -> bool:
+    """Whether a module reads an attribute only to see if the name of a parameter is free.
+
+    Args:
+        depth: Calls between the caller and the function that registers, if it is this one.
+    """
+    return sys._getframe(depth + 1).f_code is nn.Module.register_parameter.__code__
 
 
 class NodeHandle:

@@ -79,29 +79,29 @@ class ParameterBucket:
         self.is_resident = is_resident
         self._gathers = gathers
         self._handle: Handle | None = None
+        self._shown: list[Tensor] = []
+        self._versions: list[int] = []
         self.status = ParamStatus.AVAILABLE if is_resident else ParamStatus.NOT_AVAILABLE
         with torch.no_grad():
-            self.flat = torch.empty(layout.padded_numel, dtype=first.dtype, device=first.device)
-            self._flat_nbytes = self.flat.untyped_storage().nbytes()
-            self._views = self._make_views()
             self._own = slice(*layout.shard_range(gathers.rank % layout.world_size))
-            if is_resident:
-                self.shard = self.flat[self._own]
-                values.fill(layout.slots, self.parameters, self.flat.zero_(), 0)
-            else:  # the full tensor would only be cut again
-                self.flat.untyped_storage().resize_(0)
-                self.shard = torch.zeros(layout.shard_numel, dtype=first.dtype, device=first.device)
-                values.fill(layout.slots, self.parameters, self.shard, self._own.start)
+            begin, end = (0, layout.padded_numel) if is_resident else layout.shard_range(self.rank)
+            taken = values.take(layout.slots, self.parameters, begin, end)
             self._blanks = blanks(len(layout.slots), first)
             self._placeholders = [
                 self._blanks[slot].expand(parameter.shape)
                 for slot, parameter in enumerate(self.parameters)
             ]
             self._blank_value = self._blanks[:1].clone()
+            self._show(self._placeholders)  # frees what the parameters had, before more is taken
+            self.flat = taken if is_resident else taken.new_empty(layout.padded_numel)
+            self.shard = self.flat[self._own] if is_resident else taken
+        self._views = self._make_views()
         self._own_users = _compat.storage_users(self.flat)
-        self._shown: list[Tensor] = []
-        self._versions: list[int] = []
-        self._show(self._views if is_resident else self._placeholders)
+        self._flat_nbytes = self.flat.untyped_storage().nbytes()
+        if is_resident:
+            self._show(self._views)
+        else:
+            self.flat.untyped_storage().resize_(0)
 
     @property
     def dtype(self) -> torch.dtype:

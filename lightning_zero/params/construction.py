@@ -75,10 +75,13 @@ def sharded_construction(
 
 
 def _check_equal(owner: SlicedParameters, root: nn.Module) -> None:
-    built = {name: owner.known(parameter) for name, parameter in root.named_parameters()}
-    different = owner.transfers.compare(
-        {f"{name} {tuple(k.shape)}": k.digest for name, k in built.items() if k is not None}
-    )
+    built = {
+        f"{name} {tuple(known.shape)}": known
+        for name, parameter in root.named_parameters()
+        if (known := owner.known(parameter)) is not None
+    }
+    different = owner.transfers.compare({name: known.digest for name, known in built.items()})
+    different += [name for name, known in built.items() if not known.is_agreed]
     if different:
         raise RuntimeError(
             f"{len(different)} parameter(s) were not built from the same values on all ranks, first"
@@ -122,10 +125,14 @@ class _RoomForTensors(TorchFunctionMode):
         numel = incoming_numel(func, args, kwargs)
         if numel:
             self._make_room(numel)
-        return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        if numel and func in _EMPTY:  # memory without values would differ from rank to rank
+            made.detach().zero_()
+        return made
 
 
 _SIZED = frozenset({torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn})
+_EMPTY = frozenset({torch.empty, torch.empty_like})
 _FILLED = frozenset({torch.full})
 _LIKE = frozenset(
     {

@@ -40,7 +40,7 @@ def materialize(
             f"modules on the meta device have no reset_parameters() to give them values:"
             f" {'; '.join(helpless)}. Write one, or make these modules on a real device."
         )
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    made: dict[nn.Parameter, tuple[nn.Module, str]] = {}
     for name, module in waiting:
         if watch is not None:
             watch(module)
@@ -48,7 +48,10 @@ def materialize(
 
 
 def _materialize_one(
-    name: str, module: nn.Module, device: torch.device, made: dict[nn.Parameter, nn.Parameter]
+    name: str,
+    module: nn.Module,
+    device: torch.device,
+    made: dict[nn.Parameter, tuple[nn.Module, str]],
 ) -> None:
     keys = _on_meta(module)
     tied = {
@@ -72,10 +75,10 @@ def _materialize_one(
             )
     for key, parameter in tied.items():
         if parameter in made:
-            setattr(module, key, made[parameter])
+            setattr(module, key, getattr(*made[parameter]))
         else:
-            made[parameter] = getattr(module, key)
-            made[parameter].__dict__.update(parameter.__dict__)  # marks that the user has set
+            made[parameter] = (module, key)  # not the new one, which could not be cut then
+            getattr(module, key).__dict__.update(parameter.__dict__)  # marks that the user has set
 
 
 @contextmanager

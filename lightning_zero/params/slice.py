@@ -16,9 +16,6 @@ from lightning_zero.params.bucket import blanks
 from lightning_zero.params.dense import checksum, dense_stride, flatten
 from lightning_zero.plan.slices import slice_numel, slice_range
 
-DIGEST_MODULUS = 2**61 - 1
-DIGEST_FACTOR = 1_000_003
-
 
 class Place(enum.Enum):
     """Where the values of a parameter are."""
@@ -49,8 +46,14 @@ class Slice:
         self.label = label
         self.serial = serial
         self.place = Place.WHOLE
+        self.by_name = False
+        """Whether it was last asked for by name."""
+        self.turn = 0
+        """When it was last used, counted in changes from one module to another."""
         self.digest = 0
-        """Fingerprint of all values it was cut from."""
+        """Fingerprint of the values it was last cut from."""
+        self.is_agreed = True
+        """Whether all ranks cut it from the same values, as far as they have met since."""
         self._homes: list[weakref.ref[Any]] = []
         self.values: Tensor | None = None
         """The slice, 1-D, padded to the length of the longest; None unless the place is SLICED."""
@@ -88,12 +91,16 @@ class Slice:
             self._homes.append(weakref.ref(own))
 
     def seal(self) -> None:
-        """Take the fingerprint of the values that stand in the parameter."""
+        """Take the fingerprint of the values that stand in the parameter.
+
+        New values are taken to be the same on all ranks, until these meet again.
+        """
         parameter = self.parameter
         if parameter is not None and self.place is Place.WHOLE:
             self._measure(parameter)
-            flat = flatten(parameter.data, self.stride)
-            self.digest = (self.digest * DIGEST_FACTOR + checksum(flat)) % DIGEST_MODULUS
+            found = checksum(flatten(parameter.data, self.stride))
+            if found != self.digest:
+                self.digest, self.is_agreed = found, True
 
     def cut(self, rank: int, world_size: int) -> None:
         """Keep the slice of what stands in the parameter, and let the rest go."""
@@ -106,13 +113,16 @@ class Slice:
             self._show_blank(parameter)
         self.place = Place.SLICED
 
-    def join(self, flat: Tensor) -> None:
+    def join(self, flat: Tensor, was_equal: bool) -> None:
         """Make the parameter whole.
 
         Args:
             flat: 1-D, all slices end to end; it becomes the parameter's memory.
+            was_equal: Whether all ranks had cut their slices from the same values.
         """
         parameter = self.parameter
+        if not was_equal:  # a mixture, which is no error if it is written over now
+            self.digest, self.is_agreed = checksum(flat[: self.numel]), False
         if parameter is None or self.place is not Place.SLICED:
             return
         parameter.data = flat.to(parameter.device).as_strided(self.shape, self.stride)

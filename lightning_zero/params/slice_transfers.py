@@ -14,7 +14,7 @@ from lightning_zero.plan.layout import Slot
 from lightning_zero.plan.slices import cut_at_slices
 
 MEETING_CODES = 2**20
-"""Codes whose squares, summed over ranks, are exact in float64."""
+"""See ``_code``."""
 
 
 class SliceTransfers:
@@ -30,20 +30,36 @@ class SliceTransfers:
         self._collectives = collectives
         self._device = device
 
-    def meet(self, what: str, slices: Iterable[Slice] = ()) -> None:
+    def meet(self, what: str, slices: Sequence[Slice] = ()) -> list[bool]:
         """Make sure that all ranks are at the same point.
 
+        Args:
+            what: What is to follow.
+            slices: What it is done to.
+
+        Returns:
+            For each slice, whether all ranks cut it from the same values.
+
         Raises:
-            RuntimeError: They are not; on all ranks.
+            RuntimeError: The ranks are at different points; on all ranks.
         """
-        here = list(slices)
-        place = repr((what, [known.serial for known in here]))
-        code = float(zlib.crc32(place.encode()) % MEETING_CODES)
-        sums = torch.tensor([code, code * code], dtype=torch.float64, device=self._device)
+        place = _code((what, [known.serial for known in slices]))
+        values = _code([known.digest for known in slices])
+        mine = torch.tensor(
+            [place, place**2, values, values**2], dtype=torch.float64, device=self._device
+        )
+        sums = mine.clone()
         self._collectives.agree(sums)
-        if sums.tolist() == [code * self.world_size, code * code * self.world_size]:
-            return
-        names = ", ".join(str(known) for known in here[:3])
+        is_same = (sums == self.world_size * mine).tolist()
+        if not all(is_same[:2]):
+            self._refuse(what, slices)
+        if all(is_same):
+            return [True] * len(slices)
+        every = self._collectives.exchange_objects([known.digest for known in slices])
+        return [len(set(digests)) == 1 for digests in zip(*every, strict=True)]
+
+    def _refuse(self, what: str, slices: Sequence[Slice]) -> None:
+        names = ", ".join(str(known) for known in slices[:3])
         every = self._collectives.exchange_objects(f"{what} {names}".strip())
         told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(every))
         raise RuntimeError(
@@ -68,7 +84,7 @@ class SliceTransfers:
 
     def make_whole(self, slices: Sequence[Slice]) -> None:
         """Make parameters whole that are sliced on some ranks at least."""
-        self.meet("read", slices)
+        equal = self.meet("read", slices)
         flats = []
         for known in slices:
             own = known.own_values(self.rank, self.world_size)
@@ -76,34 +92,40 @@ class SliceTransfers:
             flat.view(self.world_size, -1)[self.rank].copy_(own)
             flats.append(flat)
         transfers = [self._start(flat, key) for key, flat in enumerate(flats)]
-        for known, flat, transfer in zip(slices, flats, transfers, strict=True):
+        for known, flat, transfer, was_equal in zip(slices, flats, transfers, equal, strict=True):
             self._wait(transfer, known)
-            known.join(flat)
+            known.join(flat, was_equal)
 
-    def lay_down(
-        self, slots: Sequence[Slot], slices: Sequence[Slice], out: Tensor, begin: int
-    ) -> None:
-        """Write sliced parameters into a part of a bucket, in one transfer.
+    def take(self, slots: Sequence[Slot], slices: Sequence[Slice], begin: int, end: int) -> Tensor:
+        """Bring sliced parameters into a bucket, in one transfer.
 
         Args:
             slots: Places of the parameters in the bucket.
-            slices: The parameters; they are the bucket's from now on.
-            out: 1-D, receives elements ``[begin, begin + len(out))`` of the bucket.
-            begin: See ``out``.
+            slices: The parameters, of one dtype and device; they are the bucket's from now on.
+            begin: First element of the bucket that this rank wants.
+            end: One past the last one.
+
+        Returns:
+            1-D [end - begin], zero between the parameters.
         """
         self.meet("lay into a bucket", slices)
         lengths = [known.length(self.world_size) for known in slices]
-        joined = out.new_empty(self.world_size, sum(lengths), device=self._place(out))
+        own = slices[0].own_values(self.rank, self.world_size)
+        joined = own.new_empty(self.world_size, sum(lengths), device=self._place(own))
+        device = own.device
+        del own  # each slice is freed when it has been copied
         parts = torch.split(joined, lengths, dim=1)
         for known, part in zip(slices, parts, strict=True):
             part[self.rank].copy_(known.release(self.rank, self.world_size))
         self._wait(self._start(joined.view(-1), 0), slices[0])
+        out = joined.new_zeros(end - begin, device=device)
         for slot, part, length in zip(slots, parts, lengths, strict=True):
-            first, last = max(begin, slot.offset), min(begin + out.numel(), slot.end)
+            first, last = max(begin, slot.offset), min(end, slot.end)
             cursor = first - begin
             for rank, at, count in cut_at_slices(first - slot.offset, last - slot.offset, length):
                 out[cursor : cursor + count].copy_(part[rank, at : at + count])
                 cursor += count
+        return out
 
     def gather_on_first(self, known: Slice) -> Tensor | None:
         """The whole parameter on the CPU of rank 0; None on other ranks."""
@@ -127,3 +149,8 @@ class SliceTransfers:
 
     def _place(self, tensor: Tensor) -> torch.device:
         return tensor.device if self._collectives.is_host_side else self._device
+
+
+def _code(value: object) -> float:
+    """A number whose square, summed over the ranks, is exact in float64."""
+    return float(zlib.crc32(repr(value).encode()) % MEETING_CODES)

@@ -6,6 +6,12 @@ same values whenever a parameter is whole, and each keeps its slice when the par
 read again is gathered by all ranks together. Which parameters are whole is decided from the calls
 alone (``plan.slices.WholeParameters``), so that all ranks agree on it. What only one rank sees,
 that somebody still holds a parameter, only delays when this rank gives the memory back.
+
+[Note: in hand]
+``torch.equal(a.weight, b.weight)`` has the first weight in hand while the second one comes, a loop
+over two models has one parameter of each. A parameter in hand stays whole for a while, though its
+turn to go has come: one that was read by name if no more than a few others do so, else one of the
+module that was used before this one. One of which somebody has a view stays as long as the view.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_zero import _compat
 from lightning_zero.params import parameter_dict
 from lightning_zero.params.parameter_dict import ZeroParameterDict
 from lightning_zero.params.slice import Place, Slice, is_sliceable
@@ -28,8 +35,8 @@ from lightning_zero.params.values import WHOLE
 from lightning_zero.plan.layout import Slot
 from lightning_zero.plan.slices import WholeParameters
 
-HELD_COUNT = 16
-"""Parameters that stay whole because somebody holds them, at most; views of them always count."""
+HELD_COUNT = 8
+"""Parameters that stay whole because somebody who has read them by name holds them, at most."""
 
 
 class SlicedParameters:
@@ -50,7 +57,8 @@ class SlicedParameters:
         self._listed: list[Slice] = []
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._serial = 0
-        self._is_held = False
+        self._group = self._turn = 0
+        self._is_held = self._is_busy = False
         self.is_open = False
         """Whether a model is being built: what is listed is whole, what is set is known."""
 
@@ -98,19 +106,40 @@ class SlicedParameters:
             self._slices[parameter] = self._by_serial[known.serial] = known
             self._whole.saw(known.numel)
             self._whole.use(known.serial, known.numel, own.serial)
+            self.use(own.serial, [parameter])
+        elif known.serial in self._whole:
+            self.use(own.serial, [parameter])
         known.add_home(own)
-        self.use(own.serial, [parameter])
 
-    def use(self, group: int, parameters: Sequence[nn.Parameter]) -> None:
+    def depart(self, parameter: nn.Parameter) -> None:
+        """A parameter is about to be replaced in a module by another one."""
+        known = self._slices.get(parameter)
+        if known is not None and known.serial in self._whole:
+            self._whole.drop(known.serial)
+            self._part_with([known.serial])
+
+    def use(self, group: int, parameters: Sequence[nn.Parameter], by_name: bool = False) -> None:
         """Have parameters whole, and remember that they were used together.
 
         Args:
             group: Serial of the module that they were used with.
             parameters: The parameters; what this owner does not hold is left alone.
+            by_name: Whether somebody asked for one of them, and may have it in hand for a while.
         """
-        self._settle()
         found = [self._slices.get(parameter) for parameter in parameters]
         slices = [known for known in found if known and known.place is not Place.BUCKET]
+        if group != self._group:
+            self._group, self._turn = group, self._turn + 1
+        for known in slices:
+            known.by_name, known.turn = by_name, self._turn
+        was_busy, self._is_busy = self._is_busy, True
+        try:
+            self._settle()
+            self._have_whole(group, slices)
+        finally:
+            self._is_busy = was_busy
+
+    def _have_whole(self, group: int, slices: Sequence[Slice]) -> None:
         absent = [known for known in slices if known.serial not in self._whole]
         for known in slices:
             if known not in absent:
@@ -134,8 +163,9 @@ class SlicedParameters:
         self._listed = [known for known in found if known is not None]
 
     def make_room(self, numel: int) -> None:
-        """So many elements are about to be allocated."""
-        self._send_away(self._whole.leaving(numel))
+        """So many elements are about to be allocated, by others than this owner."""
+        if not self._is_busy:
+            self._send_away(self._whole.leaving(numel))
 
     @contextmanager
     def held(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
@@ -210,20 +240,18 @@ class SlicedParameters:
         known = self._slices.get(parameter)
         return WHOLE.stride(parameter) if known is None else known.stride
 
-    def fill(
-        self, slots: Sequence[Slot], parameters: Sequence[nn.Parameter], out: Tensor, begin: int
-    ) -> None:
+    def take(
+        self, slots: Sequence[Slot], parameters: Sequence[nn.Parameter], begin: int, end: int
+    ) -> Tensor:
         """See :class:`Values`."""
         pairs = list(zip(slots, parameters, strict=True))
-        plain = [(slot, parameter) for slot, parameter in pairs if not self.holds(parameter)]
-        WHOLE.fill([slot for slot, _ in plain], [p for _, p in plain], out, begin)
-        sliced = [
-            (slot, self._slices[parameter]) for slot, parameter in pairs if self.holds(parameter)
-        ]
-        if sliced:
-            self.transfers.lay_down(
-                [slot for slot, _ in sliced], [s for _, s in sliced], out, begin
-            )
+        sliced = [(slot, self._slices[p]) for slot, p in pairs if self.holds(p)]
+        plain = [(slot, p) for slot, p in pairs if not self.holds(p)]
+        if not sliced:
+            return WHOLE.take(slots, parameters, begin, end)
+        out = self.transfers.take([slot for slot, _ in sliced], [s for _, s in sliced], begin, end)
+        WHOLE.write([slot for slot, _ in plain], [p for _, p in plain], out, begin)
+        return out
 
     def give_back(self, parameter: nn.Parameter, view: Tensor) -> None:
         """See :class:`Values`."""
@@ -254,18 +282,19 @@ class SlicedParameters:
                 self._leaving.append(known)
 
     def _settle(self) -> None:
-        """Cut what nobody holds any more; see [Note: all alike]."""
-        held = []
-        for known in self._leaving:
-            if known.is_aliased() or known.is_held():
-                held.append(known)
-            else:
-                known.cut(*self._cut_over)
-        in_hand = [known for known in held if not known.is_aliased()]
-        forced = in_hand[: max(0, len(in_hand) - HELD_COUNT)]
-        for known in forced:
-            known.cut(*self._cut_over)
-        self._leaving = [known for known in held if known not in forced]
+        """Cut what nobody holds any more, see [Note: in hand]."""
+        staying: list[Slice] = []
+        in_hand = 0
+        for known in reversed(self._leaving):
+            if not known.is_aliased():
+                is_recent = known.turn >= self._turn - 1
+                may_stay = is_recent or (known.by_name and in_hand < HELD_COUNT)
+                if not may_stay or not known.is_held():
+                    known.cut(*self._cut_over)
+                    continue
+                in_hand += 1
+            staying.append(known)
+        self._leaving = staying[::-1]
 
     def _follow_listed(self) -> None:
         listed, self._listed = self._listed, []
@@ -299,6 +328,10 @@ class SlicedParameterDict(ZeroParameterDict):
         return self._kind.__name__
 
     def __setitem__(self, name: str, parameter: nn.Parameter | None) -> None:
+        old = self.plain().get(name)
+        if old is not None and old is not parameter:
+            self.owner.depart(old)
+        del old
         if parameter is not None:
             self.owner.arrive(self, name, parameter)
         super().__setitem__(name, parameter)
@@ -307,13 +340,16 @@ class SlicedParameterDict(ZeroParameterDict):
         if not self.owner.is_open:
             return super().__deepcopy__(memo)
         twin = SlicedParameterDict({}, self.owner, self.owner.next_serial(), self._kind)
-        for name in self:
-            twin[name] = copy.deepcopy(self[name], memo)
+        for name, parameter in self.plain().items():
+            if parameter is not None:
+                self.owner.use(self.serial, [parameter])
+            twin[name] = copy.deepcopy(parameter, memo)
         return twin
 
 
 def _read(owner: SlicedParameters, group: int, parameter: nn.Parameter) -> None:
-    owner.use(group, [parameter])
+    if not _compat.is_registering(depth=3):
+        owner.use(group, [parameter], by_name=True)
 
 
 def owner_of(root: nn.Module) -> SlicedParameters | None:

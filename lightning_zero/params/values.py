@@ -18,18 +18,21 @@ class Values(Protocol):
     def stride(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """Strides of a dense copy of a parameter that keeps its memory order."""
 
-    def fill(
-        self, slots: Sequence[Slot], parameters: Sequence[nn.Parameter], out: Tensor, begin: int
-    ) -> None:
-        """Write a part of a bucket; its parameters belong to the bucket from now on.
+    def take(
+        self, slots: Sequence[Slot], parameters: Sequence[nn.Parameter], begin: int, end: int
+    ) -> Tensor:
+        """Elements ``[begin, end)`` of a bucket; its parameters belong to the bucket from now on.
 
         To be called on all ranks, for each bucket once.
 
         Args:
             slots: Places of the parameters in the bucket.
-            parameters: The parameters.
-            out: 1-D, receives elements ``[begin, begin + len(out))`` of the bucket.
-            begin: See ``out``.
+            parameters: The parameters, of one dtype and device.
+            begin: First element, counted in the bucket.
+            end: One past the last element.
+
+        Returns:
+            1-D [end - begin], zero between the parameters.
         """
 
     def give_back(self, parameter: nn.Parameter, view: Tensor) -> None:
@@ -48,17 +51,23 @@ class WholeValues:
         """See :class:`Values`."""
         return dense_stride(parameter)
 
-    def fill(
+    def take(
+        self, slots: Sequence[Slot], parameters: Sequence[nn.Parameter], begin: int, end: int
+    ) -> Tensor:
+        """See :class:`Values`."""
+        out = parameters[0].data.new_zeros(end - begin)
+        self.write(slots, parameters, out, begin)
+        return out
+
+    def write(
         self, slots: Sequence[Slot], parameters: Sequence[nn.Parameter], out: Tensor, begin: int
     ) -> None:
-        """See :class:`Values`."""
+        """Write whole parameters into ``out``, which holds a bucket from ``begin`` on."""
         for slot, parameter in zip(slots, parameters, strict=True):
             first, last = max(begin, slot.offset), min(begin + out.numel(), slot.end)
             if first < last:
-                flat = flatten(parameter, slot.stride)
-                out[first - begin : last - begin].copy_(
-                    flat[first - slot.offset : last - slot.offset]
-                )
+                flat = flatten(parameter, slot.stride)[first - slot.offset : last - slot.offset]
+                out[first - begin : last - begin].copy_(flat)
 
     def give_back(self, parameter: nn.Parameter, view: Tensor) -> None:
         """See :class:`Values`."""
