@@ -43,6 +43,7 @@ def module_state_dict(
         for bucket in buckets
         if bucket.status is ParamStatus.NOT_AVAILABLE
         for slot, pointer in enumerate(bucket.placeholder_pointers())
+        if pointer  # one without elements is as whole as it gets
     }
     state: State = module.state_dict()
     names: dict[int, list[tuple[str, int]]] = {}

@@ -152,6 +152,28 @@ def test_module_state_dict_is_that_of_plain_torch(stage):
     assert len(written.getvalue()) < 4 * elements + 10_000
 
 
+class Versioned(nn.Module):
+    """Parameters without elements, which have no address, and a state that is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+        self.precisely_nothing = nn.Parameter(torch.empty(2, 0, dtype=torch.float64))
+
+    def get_extra_state(self):
+        return {"version": 7}
+
+
+@every_stage
+def test_module_state_dict_keeps_what_has_no_address(stage):
+    with running(Versioned(), [], stage) as engine:
+        state = engine.module_state_dict()
+    assert state.pop("_extra_state") == {"version": 7}
+    assert_equal(state, {name: p.detach() for name, p in Versioned().named_parameters()})
+    assert state["precisely_nothing"].dtype == torch.float64
+
+
 @every_stage
 @pytest.mark.parametrize("make_optimizer", [adamw, sgd])
 def test_optimizer_state_round_trips_and_is_that_of_plain_torch(stage, make_optimizer):
