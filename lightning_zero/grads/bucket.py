@@ -47,9 +47,8 @@ class GradientBucket:
         self.arrived: set[int] = set()
         """Slots whose gradient of this backward is in the buffer."""
         self.kept: set[int] = set()
-        """Slots whose face was still there when their next gradient came."""
-        self.late: set[int] = set()
-        """Slots that got one more gradient after the bucket had left."""
+        """Slots whose reduced gradient is to be added to: their face was still there when the next
+        gradient came, or is hidden by a local gradient that the last reduction did not take."""
         self.used: set[int] = set()
         """Slots that got a gradient on this rank since they were last cleared."""
         self.times_zeroed = 0
@@ -144,7 +143,7 @@ class GradientBucket:
             if parameter.grad is None and (parameter.requires_grad or slot in self.kept):
                 parameter.grad = face
         self.arrived.clear()
-        self.kept, self.late = self.late, set()
+        self.kept = {slot for slot in range(len(self.parameters)) if self.is_unreduced(slot)}
 
     def take_faces_off(self) -> None:
         """Leave no placeholder behind in ``param.grad``, and free the shard gradient."""

@@ -173,7 +173,6 @@ class GradientReducer:
         has_left = bucket.layout.index > self._next_index or slot in bucket.arrived
         if has_left:  # see [Note: late gradients]
             bucket.used.add(slot)
-            bucket.late.add(slot)
             return
         self._collect(bucket, slot, parameter)
 

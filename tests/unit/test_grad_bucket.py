@@ -22,16 +22,20 @@ def make(world_size=1, rank=0, wire_dtype=torch.float32, dtype=torch.float32):
     return GradientBucket(layout, parameters, rank, wire_dtype)
 
 
-def reduce(bucket, values, scale=1.0):
+def reduce(bucket, values, scale=1.0, others=None):
     """One backward that brings a constant gradient to some slots, and its reduction.
 
-    The other rank's gradients are zero.
+    The other rank's gradients are ``others``, else zero.
     """
     bucket.buffer = torch.full((bucket.layout.padded_numel,), float("nan"), dtype=bucket.wire_dtype)
     for slot, value in values.items():
         bucket.note_face(slot)
         bucket.put(slot, torch.full(SHAPES[slot], value), scale)
+        bucket.parameters[slot].grad = None
     bucket.fill_rest()
+    for slot, value in (others or {}).items():
+        place = bucket.layout.slots[slot]
+        bucket.buffer[place.offset : place.end] += value
     own = bucket.buffer[: bucket.layout.shard_numel]
     if bucket.prepare_shard_grad():
         bucket.shard_grad.add_(own)
@@ -176,15 +180,19 @@ def test_in_place_change_of_a_whole_gradient_is_what_the_step_sees():
     assert (bucket.piece_grad(1) == 30.0).all()
 
 
-def test_slots_whose_gradient_came_late_are_kept_in_the_next_reduction():
-    bucket = make()
-    reduce(bucket, {0: 2.0, 1: 3.0, 2: 4.0})
-    for parameter in bucket.parameters:
-        parameter.grad = None
-    bucket.late = {0}
-    reduce(bucket, {0: 1.0, 1: 1.0, 2: 1.0})
-    assert bucket.late == set()
-    assert bucket.kept == {0}
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_was_reduced_is_added_to_where_a_local_gradient_hides_its_face(world_size):
+    """A gradient that came late, or before the ranks synchronised; reduced in a later round."""
+    bucket = make(world_size)
+    bucket.parameters[0].grad = torch.full(SHAPES[0], 5.0)
+    reduce(bucket, {1: 3.0}, others={0: 2.0})
+    assert (bucket.piece_grad(0) == 2.0).all()
+    reduce(bucket, {1: 1.0})  # another backward without it
+    reduce(bucket, {0: 5.0})
+    assert (bucket.piece_grad(0) == 7.0).all()
+    bucket.parameters[0].grad = None
+    reduce(bucket, {0: 1.0})
+    assert (bucket.piece_grad(0) == 1.0).all()
 
 
 def test_local_gradient_is_told_from_a_face():
