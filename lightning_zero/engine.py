@@ -37,7 +37,7 @@ from lightning_zero.optim.agreement import GradientAgreement
 from lightning_zero.optim.pieces import MasterShard, PieceTable, parameters_of
 from lightning_zero.params.bucket import ParameterBucket, ParamStatus
 from lightning_zero.params.buffers import BufferSync
-from lightning_zero.params.sliced import SlicedParameters
+from lightning_zero.params.sliced import SlicedParameters, watch_again
 from lightning_zero.partition import broadcast_module, check_model, fits_whole, partition
 from lightning_zero.prefetch.coordinator import ParameterCoordinator
 from lightning_zero.prefetch.hooks import ModuleHooks, SavedTensors
@@ -336,7 +336,7 @@ class ZeroEngine:
         self._buckets = []
         self._shards.close()
         self._take_off()
-        slices.watch_again(self.module)
+        watch_again(slices, self.module)
         self.table.release()
 
     def abandon(self) -> None:

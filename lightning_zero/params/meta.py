@@ -75,7 +75,8 @@ def _materialize_one(
             )
     for key, parameter in tied.items():
         if parameter in made:
-            setattr(module, key, getattr(*made[parameter]))
+            first, its_key = made[parameter]
+            setattr(module, key, getattr(first, its_key))
         else:
             made[parameter] = (module, key)  # not the new one, which could not be cut then
             getattr(module, key).__dict__.update(parameter.__dict__)  # marks that the user has set

@@ -84,13 +84,6 @@ class SlicedParameters:
                 module._parameters = own.plain()
         self._modules.clear()
 
-    def watch_again(self, root: nn.Module) -> None:
-        """Watch the modules of a model that hold parameters of this owner."""
-        for module in root.modules():
-            own = parameter_dict.plain(module).values()
-            if any(parameter is not None and self.holds(parameter) for parameter in own):
-                self.watch(module)
-
     def next_serial(self) -> int:
         """A number that no parameter and no dict has."""
         self._serial += 1
@@ -374,6 +367,14 @@ def opened(root: nn.Module | None) -> Iterator[None]:
     slices = None if root is None else owner_of(root)
     with nullcontext() if slices is None else slices.opened():
         yield
+
+
+def watch_again(owner: SlicedParameters, root: nn.Module) -> None:
+    """Watch the modules of a model that hold parameters of the owner."""
+    for module in root.modules():
+        own = parameter_dict.plain(module).values()
+        if any(parameter is not None and owner.holds(parameter) for parameter in own):
+            owner.watch(module)
 
 
 def leave(root: nn.Module | None) -> None:
