@@ -254,6 +254,7 @@ class ZeroStrategy(DDPStrategy):
             trainer = None if module is None else _compat.trainer_of(module)
             if trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED:
                 engine.abandon()  # other ranks may be gone: nothing may wait for them
+                self._groups = None  # ranks may have stopped at different calls of these
             else:
                 engine.close()
         if isinstance(self._precision_plugin, ZeroPrecision):

@@ -14,9 +14,10 @@ waits for more than the optimizer step of the rank that it reads from.
 from __future__ import annotations
 
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -81,6 +82,14 @@ class ShardReads(ABC):
     def close(self) -> None:
         """Withdraw the shards, once no rank reads them any more; for all ranks to call."""
 
+    @abstractmethod
+    def abandon(self) -> None:
+        """Let go of the shards after an error, without the other ranks; no session comes after.
+
+        The others are answered as long as somebody keeps the shards, so that they see an error of
+        their own, if they make the same.
+        """
+
     @contextmanager
     def update(self, reason: str, note: int = 0) -> Iterator[list[int]]:
         """Inside, shards may be changed; for all ranks to enter. Yields the notes of all ranks."""
@@ -110,6 +119,9 @@ class OwnReads(ShardReads):
         """See the base class."""
 
     def close(self) -> None:
+        """See the base class."""
+
+    def abandon(self) -> None:
         """See the base class."""
 
 
@@ -146,6 +158,9 @@ class CollectiveReads(ShardReads):
     def close(self) -> None:
         """See the base class."""
 
+    def abandon(self) -> None:
+        """See the base class."""
+
 
 class _Request(NamedTuple):
     source: int
@@ -172,7 +187,8 @@ class MessageReads(ShardReads):
         self._rank_of = {source: peer for peer, source in self._peers}
         self._changed = threading.Condition()
         self._version = 0
-        self._shards: dict[int, Tensor] = {}
+        self._shards: MutableMapping[int, Tensor] = {}
+        self._is_open = False
         self._early: list[_Request] = []
         self._fences: defaultdict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
         self._failure: Exception | None = None
@@ -182,9 +198,19 @@ class MessageReads(ShardReads):
         self._thread: threading.Thread | None = None
 
     def open(self, shards: Mapping[int, Tensor]) -> None:
-        """See the base class."""
+        """See the base class.
+
+        Raises:
+            RuntimeError: The shards of another session are still offered.
+        """
+        if self._is_open:
+            raise RuntimeError(
+                "these ShardGroups already serve an engine that was not closed: its ranks would"
+                " read the shards of this one. Close it, or give each engine groups of its own"
+                " (ShardGroups.create())."
+            )
         with self._changed:
-            self._shards = dict(shards)
+            self._shards, self._is_open = dict(shards), True
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="shard reads", daemon=True)
             self._thread.start()
@@ -198,12 +224,14 @@ class MessageReads(ShardReads):
         landing = parts
         if flat.device.type != "cpu":
             landing = {peer: torch.empty_like(part, device="cpu") for peer, part in parts.items()}
-        works = [
-            (peer, dist.irecv(landing[peer], source, group=self._group, tag=self._tag))
-            for peer, source in self._peers
-        ]
-        for _, source in self._peers:
-            self._send(source, torch.tensor([_READ, key, self._version, self._tag]))
+        works = []
+        for peer, source in self._peers:
+            with _from(peer):
+                work = dist.irecv(landing[peer], source, group=self._group, tag=self._tag)
+                works.append((peer, work))
+        for peer, source in self._peers:
+            with _from(peer):
+                self._send(source, torch.tensor([_READ, key, self._version, self._tag]))
         return _Read(self.rank, works, parts, landing, self._timeout)
 
     def fence(self, reason: str, note: int = 0) -> list[int]:
@@ -254,7 +282,12 @@ class MessageReads(ShardReads):
         """See the base class."""
         self.fence("end of training or evaluation")
         with self._changed:
-            self._shards = {}
+            self._shards, self._is_open = {}, False
+
+    def abandon(self) -> None:
+        """See the base class."""
+        with self._changed:
+            self._shards = weakref.WeakValueDictionary(self._shards)
 
     def _serve(self) -> None:
         """Answer the other ranks until the process ends, or one of them does."""
@@ -280,7 +313,9 @@ class MessageReads(ShardReads):
             return
         if request.version < self._version:
             raise AssertionError(f"rank {request.source} reads what it has said to have read")
-        shard = self._shards[request.key]
+        shard = self._shards.get(request.key)
+        if shard is None:  # given up after an error; the reader's own deadline tells it so
+            return
         self.sent_nbytes += shard.nbytes
         shard = shard if shard.device.type == "cpu" else shard.cpu()
         work = dist.isend(shard, request.source, group=self._group, tag=request.tag)
@@ -309,14 +344,21 @@ class _Read:
 
     def wait(self, timeout: timedelta | None = None) -> None:
         for peer, work in self._works:
-            try:
+            with _from(peer):
                 work.wait(timeout or self._timeout)
-            except RuntimeError as error:
-                raise RuntimeError(f"rank {peer} did not send its shard: {error}") from error
         if self._landing is not self._parts:
             for peer, part in self._parts.items():
                 part.copy_(self._landing[peer])
         self._works, self._parts, self._landing = [], {}, {}
+
+
+@contextmanager
+def _from(peer: int) -> Iterator[None]:
+    """Say from which rank something does not come."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"rank {peer} did not send its shard: {error}") from error
 
 
 def make_reads(timeout: timedelta) -> ShardReads:

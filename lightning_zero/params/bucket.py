@@ -143,7 +143,10 @@ class ParameterBucket:
             self._own_users = _compat.storage_users(self.flat)
             with torch.no_grad():
                 self.flat[self._own].copy_(self.shard)
-        self._handle = self._gathers.all_gather(self.flat, self.shard, key)
+        try:
+            self._handle = self._gathers.all_gather(self.flat, self.shard, key)
+        except RuntimeError as error:
+            raise self._failed(error) from error
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Finish an unshard in flight; nothing to do if the bucket is available.
@@ -158,15 +161,17 @@ class ParameterBucket:
         try:
             self._handle.wait(timeout)
         except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {self._gathers.rank} could not gather {self}: another rank has failed,"
-                " or runs other modules than this one and did not take part in time"
-                f" ({type(error).__name__}: {error})"
-            ) from error
+            raise self._failed(error) from error
         self._handle = None
         self.check_untouched()
         self._move_to(ParamStatus.AVAILABLE)
         self._show(self._views)
+
+    def _failed(self, error: RuntimeError) -> RuntimeError:
+        return RuntimeError(
+            f"rank {self._gathers.rank} could not gather {self}: another rank has failed, or did"
+            f" not take part in time ({type(error).__name__}: {error})"
+        )
 
     def reshard(self) -> None:
         """Give the full tensor back and keep the shard.

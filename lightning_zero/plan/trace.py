@@ -14,6 +14,7 @@ import hashlib
 from bisect import bisect_left
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 MAX_TRACES = 16
@@ -90,6 +91,7 @@ class Trace:
         """The uses of one direction, in order."""
         return tuple(use for use in self.uses if use.direction == direction)
 
+    @cached_property
     def digest(self) -> int:
         """A number of 62 bits that two ranks share if they have the same trace."""
         text = repr([tuple(use) for use in self.uses]).encode()
@@ -129,22 +131,22 @@ class Tracer:
         """Place of the use that is expected next."""
         return self._cursor
 
-    def use(self, use: Use) -> None:
-        """Note a use of the pass under way."""
+    def use(self, use: Use) -> bool:
+        """Note a use of the pass under way; returns whether it is another one than the last."""
         seen = self._seen
         if seen and seen[-1] == use:
-            return
+            return False
         seen.append(use)
         expected = self._expected
         if expected is None:
-            return
+            return True
         if self.mode is TraceMode.INVALID:
             self._resume(use)
-            return
-        if self._cursor < len(expected) and expected.uses[self._cursor] == use:
+        elif self._cursor < len(expected) and expected.uses[self._cursor] == use:
             self._cursor += 1
-            return
-        self._depart(use)
+        else:
+            self._depart(use)
+        return True
 
     def end(self) -> Departure | None:
         """The pass is over.
@@ -190,7 +192,7 @@ class Tracer:
         """A number that ranks share if they know the same traces; 0 if they know none."""
         total = 0
         for trace in self._known.values():
-            total ^= trace.digest()
+            total ^= trace.digest
         return total
 
     def _begin(self) -> None:

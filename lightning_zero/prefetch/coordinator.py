@@ -178,7 +178,9 @@ class ParameterCoordinator:
             return
         is_backward = _compat.in_backward()
         direction = "backward" if is_backward else "forward"
-        self.passes.use(module, bucket.layout.index, is_backward)
+        is_new = self.passes.use(module, bucket.layout.index, is_backward)
+        if bucket.status is ParamStatus.AVAILABLE and not is_new:
+            return
         if bucket.status is ParamStatus.NOT_AVAILABLE:
             self.passes.report.fetched_on_demand += 1
             self._make_room(bucket)

@@ -50,10 +50,10 @@ class Passes:
         for tracer in self.tracers.values():
             tracer.drop()
 
-    def use(self, module: str, bucket: int, is_backward: bool) -> None:
-        """A module uses a bucket."""
+    def use(self, module: str, bucket: int, is_backward: bool) -> bool:
+        """A module uses a bucket; returns whether it did not just do so."""
         use = Use("backward" if is_backward else "forward", module, bucket)
-        self._tracer(is_backward).use(use)
+        return self._tracer(is_backward).use(use)
 
     def upcoming(self, is_backward: bool) -> Iterator[int]:
         """Buckets that come next, in order, repeated as often as they are used."""

@@ -154,12 +154,12 @@ def test_traces_that_were_not_followed_for_long_are_forgotten():
 
 
 def test_digest_tells_order_direction_module_and_bucket_apart():
-    same = [Trace(step("a", "b")).digest(), Trace(step("a", "b")).digest()]
+    same = [Trace(step("a", "b")).digest, Trace(step("a", "b")).digest]
     others = [
-        Trace(step("b", "a")).digest(),
-        Trace(forward("a", "b")).digest(),
-        Trace([Use("forward", "x", 0)]).digest(),
-        Trace([Use("forward", "x", 1)]).digest(),
+        Trace(step("b", "a")).digest,
+        Trace(forward("a", "b")).digest,
+        Trace([Use("forward", "x", 0)]).digest,
+        Trace([Use("forward", "x", 1)]).digest,
     ]
     assert same[0] == same[1]
     assert len({same[0], *others}) == 5
