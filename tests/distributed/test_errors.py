@@ -377,7 +377,7 @@ class Endless(Language):
             raise ArithmeticError("this rank is broken")
 
 if __name__ == "__main__":
-    strategy = ZeroStrategy(int(sys.argv[1]), timeout=4)
+    strategy = ZeroStrategy(int(sys.argv[1]), timeout=10)
     trainer(strategy, 2).fit(Endless(steps=100_000))
 """
 
