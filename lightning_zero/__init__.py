@@ -7,6 +7,7 @@ so that ``Trainer(strategy="zero_stage_3")`` works.
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zero.__about__ import __version__
+from lightning_zero.checkpoint.streamed import load_state_dict_streamed
 from lightning_zero.comm import ShardGroups
 from lightning_zero.config import ZeroOptions
 from lightning_zero.engine import ZeroEngine
@@ -22,4 +23,5 @@ __all__ = [
     "ZeroOptions",
     "ZeroStrategy",
     "__version__",
+    "load_state_dict_streamed",
 ]

@@ -64,6 +64,12 @@ def storage_users(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """A module's own buffers that are part of its state dict."""
+    left_out = module._non_persistent_buffers_set
+    return {name: buffer for name, buffer in module._buffers.items() if name not in left_out}
+
+
 def is_registering(depth: int) -> bool:
     """Whether a module reads an attribute only to see if the name of a parameter is free.
 

@@ -67,7 +67,7 @@ def sharded_construction(
                 materialize(root, device, owner.watch)
             owner.transfers.meet("end of construction")
         _check_equal(owner, root)
-        owner.give_up(root)
+        _give_up_strangers(owner, root)
     except BaseException as error:
         owner.unwatch(root.modules())
         explain_refused_write(error, WRITE_WHEN_USED)
@@ -90,6 +90,14 @@ def _check_equal(owner: SlicedParameters, root: nn.Module) -> None:
             " rank, or on a generator of your own; or build the model in __init__, where the values"
             " of rank 0 are taken."
         )
+
+
+def _give_up_strangers(owner: SlicedParameters, root: nn.Module) -> None:
+    """Make whole what was built and is not in the model, and leave it to its holder."""
+    kept = set(root.parameters())
+    others = {serial: p for serial, p in owner.parameters.items() if p not in kept}
+    alive = owner.transfers.on_all_ranks(others)  # the rest is garbage that is collected some time
+    owner.restore(others[serial] for serial in sorted(alive))
 
 
 @contextmanager

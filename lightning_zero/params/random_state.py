@@ -29,7 +29,7 @@ def same_random_numbers(collectives: Collectives, device: torch.device) -> Itera
     """
     generators = _generators(device)
     own = {name: pickle.dumps(get()) for name, (get, _) in generators.items()}
-    first = collectives.exchange_objects(own if collectives.rank == 0 else None)[0]
+    first = _of_first_rank(own, collectives, device)
     others = {name for name in own if name in first and first[name] != own[name]}
     for name in others:
         generators[name][1](pickle.loads(first[name]))
@@ -38,6 +38,22 @@ def same_random_numbers(collectives: Collectives, device: torch.device) -> Itera
     finally:
         for name in others:
             generators[name][1](pickle.loads(own[name]))
+
+
+def _of_first_rank(
+    own: dict[str, bytes], collectives: Collectives, device: torch.device
+) -> dict[str, bytes]:
+    """What rank 0 has, sent once and not by every rank to every other one."""
+    place = torch.device("cpu") if collectives.is_host_side else device
+    message = pickle.dumps(own) if collectives.rank == 0 else b""
+    length = torch.tensor([float(len(message))], dtype=torch.float64, device=place)
+    collectives.agree(length)
+    wire = torch.zeros(int(length), dtype=torch.uint8, device=place)
+    if message:
+        wire.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+    collectives.broadcast([wire])
+    found: dict[str, bytes] = pickle.loads(bytes(wire.tolist()))
+    return found
 
 
 def _generators(device: torch.device) -> dict[str, _Generator]:

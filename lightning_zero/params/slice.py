@@ -151,6 +151,7 @@ class Slice:
             self.check_untouched()
             begin, end = slice_range(self.numel, world_size, rank)
             self.values[: end - begin].copy_(flatten(values, self.stride)[begin:end])
+        self.digest, self.is_agreed = 0, True
 
     def follow(self, rank: int, world_size: int) -> None:
         """Do to the slice what was done to the parameter while it was away.

@@ -43,7 +43,7 @@ class SliceTransfers:
         Raises:
             RuntimeError: The ranks are at different points; on all ranks.
         """
-        place = _code((what, [known.serial for known in slices]))
+        place = _code((what, [(known.serial, *known.shape) for known in slices]))
         values = _code([known.digest for known in slices])
         mine = torch.tensor(
             [place, place**2, values, values**2], dtype=torch.float64, device=self._device
@@ -76,6 +76,10 @@ class SliceTransfers:
         every = self._collectives.exchange_objects(values)
         names = dict.fromkeys(name for theirs in every for name in theirs)
         return [name for name in names if len({theirs.get(name) for theirs in every}) > 1]
+
+    def tell(self, text: str) -> list[str]:
+        """What every rank has to say, for all ranks to read."""
+        return [str(theirs) for theirs in self._collectives.exchange_objects(text)]
 
     def on_all_ranks(self, serials: Iterable[int]) -> set[int]:
         """Which of these serials every rank has named."""

@@ -195,6 +195,11 @@ class SlicedParameters:
 
     # Asking.
 
+    @property
+    def parameters(self) -> dict[int, nn.Parameter]:
+        """The parameters whose values are with this owner now, by serial."""
+        return {known.serial: p for p, known in list(self._slices.items()) if self.holds(p)}
+
     def known(self, parameter: nn.Parameter) -> Slice | None:
         """What is known of a parameter; None for one that was not built with this owner."""
         return self._slices.get(parameter)
@@ -204,19 +209,9 @@ class SlicedParameters:
         known = self._slices.get(parameter)
         return known is not None and known.place is not Place.BUCKET
 
-    def give_up(self, root: nn.Module) -> None:
-        """Make whole what was built and is not in the model, and leave it to its holder."""
-        self.rest()
-        kept = {parameter for parameter in root.parameters()}
-        others = {
-            known.serial: (parameter, known)
-            for parameter, known in list(self._slices.items())
-            if parameter not in kept and known.place is not Place.BUCKET
-        }
-        for serial in sorted(self.transfers.on_all_ranks(others)):  # the rest is garbage
-            self._bring([others[serial][1]])
-        for parameter, _ in others.values():
-            del self._slices[parameter]
+    def overwrite(self, parameter: nn.Parameter, values: Tensor) -> None:
+        """Give a parameter it holds new values of its shape, the same on all ranks."""
+        self._slices[parameter].overwrite(values, *self._cut_over)
 
     def restore(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make parameters whole and have no more to do with them. For all ranks, in one order."""

@@ -47,6 +47,7 @@ def test_package_exports_these_names():
         "ZeroOptions",
         "ZeroStrategy",
         "__version__",
+        "load_state_dict_streamed",
     ]
     assert all(hasattr(lightning_zero, name) for name in lightning_zero.__all__)
 
