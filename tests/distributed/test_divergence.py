@@ -8,13 +8,16 @@ import time
 import warnings
 from datetime import timedelta
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.optim import SGD
 
-from lightning_zero import ShardGroups, ZeroEngine, ZeroOptions
+from lightning_zero import ShardGroups, ZeroEngine, ZeroOptions, ZeroStrategy
+from tests.helpers.models import trainer
 from tests.helpers.spawn import run_ranks
 
 WIDTH, DEPTH, STEPS = 6, 5, 4
@@ -268,3 +271,45 @@ def test_events_of_a_changing_order():
     (text,) = found[0][1]
     assert "expected forward of 'layers.1' (bucket 2)" in text
     assert "found forward of 'layers.2' (bucket 3)" in text
+
+
+class Skipping(pl.LightningModule):
+    """Leaves a layer out on one batch of five."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = Branches()
+        self.counts = []
+
+    def training_step(self, batch, index):
+        return self.model(batch, [0, 2] if index == 3 else [0, 1, 2]).square().mean()
+
+    def on_train_batch_end(self, *_):
+        self.counts.append(self.trainer.strategy.trace_counts["zero/trace_invalidations"])
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(5, 2, WIDTH), batch_size=None)
+
+    def configure_optimizers(self):
+        return SGD(self.parameters(), lr=0.1)
+
+
+def skipping_fit(folder):
+    module, logger = Skipping(), CSVLogger(folder)
+    fit = trainer(ZeroStrategy(3, bucket_numel=1), 2, logger=logger)
+    fit.fit(module)
+    logger.finalize("success")
+    return module.counts, fit.strategy.trace_counts
+
+
+def test_counts_of_the_trace_are_logged_when_they_change(tmp_path):
+    found = run_ranks(skipping_fit, 2, str(tmp_path))
+    for counts, afterwards in found:
+        # A step ends with its optimizer step; the count is there at its end.
+        assert counts == [0, 0, 0, 1, 1]
+        assert afterwards == {}
+    (file,) = tmp_path.rglob("metrics.csv")
+    header, *rows = file.read_text().splitlines()
+    logged = [dict(zip(header.split(","), row.split(","), strict=True)) for row in rows]
+    assert [row["zero/trace_invalidations"] for row in logged] == ["1.0"]
+    assert logged[0]["step"] == "4"
