@@ -7,21 +7,37 @@ so that ``Trainer(strategy="zero_stage_3")`` works.
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zero.__about__ import __version__
+from lightning_zero.access import (
+    full_grad,
+    full_optimizer_state,
+    full_params,
+    param_status,
+    register_external_parameter,
+    unregister_external_parameter,
+)
 from lightning_zero.checkpoint.streamed import load_state_dict_streamed
 from lightning_zero.comm import ShardGroups
 from lightning_zero.config import ZeroOptions
 from lightning_zero.engine import ZeroEngine
+from lightning_zero.params.bucket import ParamStatus
 from lightning_zero.plan.prefetch import PrefetchOptions
 from lightning_zero.strategy import ZeroStrategy
 
 ZeroStrategy.register_strategies(StrategyRegistry)
 
 __all__ = [
+    "ParamStatus",
     "PrefetchOptions",
     "ShardGroups",
     "ZeroEngine",
     "ZeroOptions",
     "ZeroStrategy",
     "__version__",
+    "full_grad",
+    "full_optimizer_state",
+    "full_params",
     "load_state_dict_streamed",
+    "param_status",
+    "register_external_parameter",
+    "unregister_external_parameter",
 ]

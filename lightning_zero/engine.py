@@ -14,8 +14,9 @@ The engine knows nothing of Lightning: it also drives a bare loop::
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +30,7 @@ from lightning_zero.comm import ShardGroups, ShardReads
 from lightning_zero.comm.reads import OwnReads
 from lightning_zero.config import ZeroOptions
 from lightning_zero.grads.reducer import GradientReducer
+from lightning_zero.held import HeldParameters, Wanted, parameters_in
 from lightning_zero.memory.host import keep_freed_memory
 from lightning_zero.memory.measure import ModelStateBytes, storage_nbytes
 from lightning_zero.memory.pool import BufferPool
@@ -41,6 +43,7 @@ from lightning_zero.params.sliced import SlicedParameters, watch_again
 from lightning_zero.partition import broadcast_module, check_model, fits_whole, partition
 from lightning_zero.prefetch.coordinator import ParameterCoordinator
 from lightning_zero.prefetch.hooks import ModuleHooks, SavedTensors
+from lightning_zero.whole import WholeTensors
 
 ABORT_TIMEOUT = timedelta(seconds=5)
 """How long an abort waits for transfers under way; their buffers are given up after it."""
@@ -114,6 +117,10 @@ class ZeroEngine:
         self._agreement = GradientAgreement(
             self._reducer, self.table, groups.gradients, self._policy.shards_optimizer
         )
+        self.held = HeldParameters(self._names, self.coordinator, groups.control)
+        self.whole = WholeTensors(
+            self._names, optimizers, self.table, self._agreement, groups.control
+        )
         if optimizers and self.device.type == "cpu":
             keep_freed_memory()
         self._buffer_sync = BufferSync(module, groups.control) if optimizers else None
@@ -126,6 +133,7 @@ class ZeroEngine:
         self._traced_buckets = {b for b in self._buckets if not traced.isdisjoint(b.parameters)}
         self.coordinator.release_all()
         self._shards.open({b.layout.index: b.shard for b in self._buckets if not b.is_resident})
+        _open_engines.add(self)
 
     # One step, in the order of its calls.
 
@@ -223,6 +231,7 @@ class ZeroEngine:
         Returns:
             What ``run`` returned.
         """
+        self.held.check_left("an optimizer step was called")
         masters = self.table.masters_of(optimizer)
         digest = self.coordinator.end_step()
         for master in masters:
@@ -245,37 +254,31 @@ class ZeroEngine:
         self._reducer.abort(ABORT_TIMEOUT)
         self.coordinator.abort(ABORT_TIMEOUT)
         self._agreement.forget()
+        self.held.forget()
 
     # Around steps.
 
-    @contextmanager
     def full_params(
-        self, module: nn.Module | None = None, writeback: bool = False
-    ) -> Iterator[None]:
+        self, wanted: Wanted | None = None, writeback: bool = False, from_rank: int | None = None
+    ) -> AbstractContextManager[None]:
         """While inside, parameters are whole; to be entered and left on all ranks.
 
+        See :func:`lightning_zero.full_params`.
+
         Args:
-            module: Part of the model whose parameters are wanted; None for the whole model.
+            wanted: A module, a parameter, or an iterable of both; None for the whole model.
             writeback: Keep what was written to parameters; every rank must write the same values.
+            from_rank: Keep what this rank has written.
 
         Raises:
-            RuntimeError: Something was written without ``writeback``.
+            RuntimeError: Something was written that cannot be kept.
         """
-        wanted = {self.coordinator.bucket_of(p) for p in (module or self.module).parameters()}
-        buckets = [bucket for bucket in self._buckets if bucket in wanted]
-        with self.coordinator.held(buckets):
-            yield
-            if writeback:
-                with self.coordinator.residency.update("full_params(writeback=True)"):
-                    for bucket in buckets:
-                        bucket.keep_written_values()
-            elif any(bucket.was_written() for bucket in buckets):
-                for bucket in buckets:
-                    bucket.forget_writes()
-                raise RuntimeError(
-                    "a parameter was written to inside of full_params() that was entered without"
-                    " writeback=True: say writeback=True to keep what is written"
-                )
+        parameters = None if wanted is None else parameters_in(wanted)
+        return self.held.scope(parameters, self.held.chosen(writeback, from_rank))
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is one of the model."""
+        return parameter in self._names
 
     def module_state_dict(self, module: nn.Module | None = None) -> dict[str, Any]:
         """State dict of the model, or of a part of it, on rank 0; empty on other ranks.
@@ -417,4 +420,13 @@ class ZeroEngine:
         if self._hooks is not None:
             self._hooks.remove()
             self._hooks = None
+        _open_engines.discard(self)
         self._reducer.close()
+
+
+_open_engines: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()
+
+
+def engine_of(parameter: nn.Parameter) -> ZeroEngine | None:
+    """The open engine that has a parameter; None if there is none."""
+    return next((engine for engine in list(_open_engines) if engine.holds(parameter)), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -23,16 +23,18 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero import _compat
+from lightning_zero.access import full_params
 from lightning_zero.batches import EvenBatches, UnevenBatches
 from lightning_zero.callbacks import StepObserver, TraceLog
 from lightning_zero.checkpoint.sliced import resting_state_dict
 from lightning_zero.comm import ShardGroups
 from lightning_zero.config import GatherBy, ZeroOptions
 from lightning_zero.engine import ZeroEngine
+from lightning_zero.held import TrustedWrites, Wanted
 from lightning_zero.memory.measure import ModelStateBytes
 from lightning_zero.observe.recorder import Recorder
 from lightning_zero.params.bucket import explain_refused_write
-from lightning_zero.params.sliced import held_whole, leave, opened
+from lightning_zero.params.sliced import leave, opened
 from lightning_zero.params.units import LeafModule
 from lightning_zero.partition import broadcast_module, construction
 from lightning_zero.plan.layout import ShardBy
@@ -329,21 +331,24 @@ class ZeroStrategy(DDPStrategy):
         """
         return self._running_engine("grad_norm").grad_norm(norm_type=norm_type)
 
-    @contextmanager
     def full_params(
-        self, module: nn.Module | None = None, writeback: bool = False
-    ) -> Iterator[None]:
+        self,
+        module_or_params: Wanted | None = None,
+        writeback: bool = False,
+        from_rank: int | None = None,
+    ) -> AbstractContextManager[None]:
         """While inside, parameters have their full values; to be entered and left on all ranks.
 
+        See :func:`lightning_zero.full_params`.
+
         Args:
-            module: Part of the model whose parameters are wanted; None for the whole model.
-            writeback: Keep what was written to parameters; all ranks must write the same values.
+            module_or_params: A module, a parameter, or an iterable of both; None for the whole
+                model.
+            writeback: Keep what is written; all ranks must write the same values.
+            from_rank: Keep what this rank writes.
         """
-        scope = held_whole(module or self.lightning_module)
-        if self._engine is not None:
-            scope = self._engine.full_params(module, writeback)
-        with scope:
-            yield
+        wanted = self.lightning_module if module_or_params is None else module_or_params
+        return full_params(() if wanted is None else wanted, writeback, from_rank)
 
     def measure_model_states(self) -> ModelStateBytes:
         """Bytes of parameters, gradients and optimizer state alive on this rank now."""
@@ -382,7 +387,9 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        scope = self.full_params(writeback=True) if self._engine else opened(self.lightning_module)
+        scope = opened(self.lightning_module)
+        if self._engine is not None:
+            scope = self._engine.held.scope(None, TrustedWrites())
         with scope:
             super().load_model_state_dict(checkpoint, strict=strict)
 

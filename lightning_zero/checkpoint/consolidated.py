@@ -131,6 +131,23 @@ def load_optimizer_state_dict(optimizer: Optimizer, table: PieceTable, state_dic
 
 # Gathering.
 
+
+def local_states(optimizer: Optimizer, piece: MasterPiece) -> State:
+    """An optimizer's state of one piece, the fp32 master weight included; empty before any step."""
+    here = piece.tensor if piece.tensor in optimizer.state else piece.parameter
+    states = dict(optimizer.state.get(here, {}))
+    if piece.master.has_copy:
+        states[MASTER_KEY] = piece.tensor.detach()
+    return states
+
+
+def dtype_if_elementwise(piece: MasterPiece, value: Any) -> torch.dtype | None:
+    """The dtype of a state with one entry per element of the piece; None for any other state."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return None
+    return value.dtype if value.shape == piece.tensor.shape else None
+
+
 _Local = dict[int, tuple[MasterPiece, State]]
 
 
@@ -140,9 +157,7 @@ def _local_states(table: PieceTable, optimizer: Optimizer, master: MasterShard) 
     for piece in table.pieces_of(optimizer):
         if piece.master is not master:
             continue
-        states = dict(optimizer.state.get(piece.parameter, {}))
-        if master.has_copy:
-            states[MASTER_KEY] = piece.tensor.detach()
+        states = local_states(optimizer, piece)
         if states:
             found[piece.piece.slot] = piece, states
     return found
@@ -159,7 +174,7 @@ def _full_states(
         return
     described = collectives.exchange_objects(
         {
-            slot: {key: _dtype_if_elementwise(piece, value) for key, value in states.items()}
+            slot: {key: dtype_if_elementwise(piece, value) for key, value in states.items()}
             for slot, (piece, states) in local.items()
         }
     )
@@ -175,7 +190,7 @@ def _full_states(
             slot: {
                 key: _to_cpu(value)
                 for key, value in states.items()
-                if _dtype_if_elementwise(piece, value) is None
+                if dtype_if_elementwise(piece, value) is None
             }
             for slot, (piece, states) in local.items()
         }
@@ -183,13 +198,6 @@ def _full_states(
     for rank in reversed(others or []):  # the lowest rank has the last word
         for slot, states in rank.items():
             yield from ((slot, key, value) for key, value in states.items())
-
-
-def _dtype_if_elementwise(piece: MasterPiece, value: Any) -> torch.dtype | None:
-    """The dtype of a state with one entry per element of the piece; None for any other state."""
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        return None
-    return value.dtype if value.shape == piece.tensor.shape else None
 
 
 def _elementwise_keys(

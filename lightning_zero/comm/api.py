@@ -92,8 +92,13 @@ class Collectives(ABC):
         """Sum a small 1-D float64 tensor over ranks, in place, before returning."""
 
     @abstractmethod
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrite tensors of any shape and dtype with those of rank 0."""
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """Overwrite tensors of any shape and dtype with those of one rank.
+
+        Args:
+            tensors: Of the same shapes and dtypes on all ranks.
+            source: The rank whose values all get.
+        """
 
     @abstractmethod
     def gather(self, shard: Tensor, key: int) -> Tensor | None:
@@ -104,8 +109,13 @@ class Collectives(ABC):
         """Bring one picklable object per rank to rank 0; None on the others."""
 
     @abstractmethod
-    def exchange_objects(self, value: Any) -> list[Any]:
-        """Bring one small picklable object per rank to all ranks."""
+    def exchange_objects(self, value: Any, what: str = "") -> list[Any]:
+        """Bring one small picklable object per rank to all ranks.
+
+        Args:
+            value: This rank's object.
+            what: What the ranks meet for, for the error if one does not come.
+        """
 
     @abstractmethod
     def advance(self) -> None:

@@ -74,7 +74,7 @@ class SingleProcess(Collectives):
     def agree(self, values: Tensor) -> None:
         """See the base class."""
 
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """See the base class."""
 
     def gather(self, shard: Tensor, key: int) -> Tensor | None:
@@ -85,7 +85,7 @@ class SingleProcess(Collectives):
         """See the base class."""
         return [value]
 
-    def exchange_objects(self, value: Any) -> list[Any]:
+    def exchange_objects(self, value: Any, what: str = "") -> list[Any]:
         """See the base class."""
         return [value]
 
@@ -129,12 +129,13 @@ class _GroupCollectives(Collectives):
         with self._meeting("agree on a number"):
             dist.all_reduce(values, group=self._group)
 
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """See the base class."""
+        sender = dist.get_global_rank(self._group, source)
         for chunk in _chunks(tensors):
             joined = torch.cat([tensor.reshape(-1) for tensor in chunk])
-            with self._meeting("take values from rank 0"):
-                dist.broadcast(joined, self._rank_zero, group=self._group)
+            with self._meeting(f"take values from rank {source}"):
+                dist.broadcast(joined, sender, group=self._group)
             parts = torch.split(joined, [tensor.numel() for tensor in chunk])
             for tensor, part in zip(chunk, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
@@ -163,10 +164,10 @@ class _GroupCollectives(Collectives):
             dist.gather_object(value, found, dst=self._rank_zero, group=self._group)
         return found
 
-    def exchange_objects(self, value: Any) -> list[Any]:
+    def exchange_objects(self, value: Any, what: str = "") -> list[Any]:
         """See the base class."""
         found: list[Any] = [None] * self.world_size
-        with self._meeting("tell each other what they hold"):
+        with self._meeting(what or "tell each other what they hold"):
             dist.all_gather_object(found, value, group=self._group)
         return found
 

@@ -148,6 +148,10 @@ class PieceTable:
         """This rank's piece of a parameter; None if there is none."""
         return self._pieces.get(parameter)
 
+    def master_of(self, parameter: nn.Parameter) -> MasterShard | None:
+        """Master shard of a parameter's bucket; None for one that is not trained."""
+        return self._master_of.get(parameter)
+
     def pieces_of(self, optimizer: Optimizer) -> Iterator[MasterPiece]:
         """This rank's pieces of an optimizer's parameters."""
         for parameter in parameters_of(optimizer):

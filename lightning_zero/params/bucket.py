@@ -24,10 +24,9 @@ from torch import Tensor, nn
 
 from lightning_zero import _compat
 from lightning_zero.comm.api import Gathers, Handle
+from lightning_zero.params.dense import fingerprint
 from lightning_zero.params.values import WHOLE, Values
 from lightning_zero.plan.layout import BucketLayout, Piece
-
-FINGERPRINT_CHUNK_NUMEL = 2**16
 
 
 class ParamStatus(enum.Enum):
@@ -216,14 +215,7 @@ class ParameterBucket:
 
         For the few who write to ``param.data``, which leaves no other trace.
         """
-        words = self.flat.view(torch.int32) if self.flat.nbytes % 4 == 0 else self.flat
-        places = torch.arange(1, FINGERPRINT_CHUNK_NUMEL + 1, device=self.flat.device)
-        factors = places * -7046029254386353131  # odd, so no word is lost in the product
-        total = 0
-        for chunk in torch.split(words, FINGERPRINT_CHUNK_NUMEL):
-            part = int((chunk.to(torch.int64) * factors[: len(chunk)]).sum())
-            total = (total * 31 + part) % 2**64
-        return total
+        return fingerprint(self.flat)
 
     def check_untouched(self) -> None:
         """Make sure that nobody has written to parameters that are not there.
@@ -248,8 +240,8 @@ class ParameterBucket:
             self._blanks.isnan().all()
         )
 
-    def keep_written_values(self) -> None:
-        """Take what stands in the parameters now as the bucket's values.
+    def take_assigned_values(self) -> None:
+        """Move what was assigned to ``param.data`` into the full tensor; the shard stays as it is.
 
         Raises:
             RuntimeError: A parameter was given another shape or dtype.
@@ -266,16 +258,28 @@ class ParameterBucket:
                 )
             view.copy_(parameter.data)
             parameter.data = view
+
+    def keep_written_values(self) -> None:
+        """Take what stands in the parameters now as the bucket's values.
+
+        Raises:
+            RuntimeError: A parameter was given another shape or dtype.
+        """
+        self.take_assigned_values()
         self._versions = [parameter._version for parameter in self.parameters]
         if not self.is_resident:
             self.shard.copy_(self.flat[self._own])
 
-    def forget_writes(self) -> None:
-        """Take parameters as they were shown, whatever was done to them; for after an error."""
+    def forget_writes(self, was_written: bool = False) -> None:
+        """Take parameters as they were shown, whatever was done to them; for after an error.
+
+        Args:
+            was_written: What is shown was written to, and is to be kept when it goes.
+        """
         for parameter, shown in zip(self.parameters, self._shown, strict=True):
             if parameter.data_ptr() != shown.data_ptr():
                 parameter.data = shown
-        self._versions = [parameter._version for parameter in self.parameters]
+        self._versions = [-1 if was_written else p._version for p in self.parameters]
 
     def restore_parameters(self, values: Values = WHOLE) -> None:
         """Give every parameter back; the bucket is dead after.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 CHECKSUM_CHUNK_NUMEL = 2**11
 """Summing converts a chunk to 64 bits, which may not count against the memory of a rank."""
+FINGERPRINT_CHUNK_NUMEL = 2**16
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -28,6 +29,25 @@ def flatten(tensor: Tensor, stride: Sequence[int]) -> Tensor:
         tensor.shape, tuple(stride), dtype=tensor.dtype, device=tensor.device
     )
     return dense.copy_(tensor.detach()).as_strided((tensor.numel(),), (1,))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two 1-D tensors of one dtype are equal to the last bit, NaN included."""
+    kind = _INTEGER[a.element_size()]
+    return torch.equal(a.view(kind), b.view(kind))
+
+
+def fingerprint(flat: Tensor) -> int:
+    """A number that changes with any element of a 1-D tensor, and with the order of elements."""
+    begin_nbytes = flat.storage_offset() * flat.element_size()
+    has_words = flat.nbytes % 4 == 0 and begin_nbytes % 4 == 0
+    words = flat.view(torch.int32 if has_words else _INTEGER[flat.element_size()])
+    places = torch.arange(1, FINGERPRINT_CHUNK_NUMEL + 1, device=flat.device)
+    factors = places * -7046029254386353131  # odd, so no word is lost in the product
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for chunk in torch.split(words, FINGERPRINT_CHUNK_NUMEL):
+        total = total * 31 + (chunk * factors[: len(chunk)]).sum()
+    return int(total)
 
 
 def checksum(flat: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ class Unit:
     """Name and parameter of those that no earlier unit holds."""
 
     uses: tuple[nn.Parameter, ...]
-    """All parameters that its forward may read, tied ones of earlier units included."""
+    """All parameters that its forward may read, tied and external ones included."""
 
 
 LeafModule = str | type[nn.Module]
@@ -49,18 +50,76 @@ def module_units(
         whole: More modules that are units whatever their size.
 
     Raises:
-        ValueError: A leaf module is not in the model.
+        ValueError: A leaf module, or an external parameter, is not in the model.
     """
     leaves = _leaves(root, leaf_modules) | set(whole)
+    _check_externals(root)
     seen: set[nn.Parameter] = set()
     found = []
     for name, module, is_whole in _subtrees("", root, root, bucket_numel, leaves):
         listed = list(module.named_parameters(prefix=name, recurse=is_whole))
         fresh = tuple((fqn, parameter) for fqn, parameter in listed if parameter not in seen)
         seen.update(parameter for _, parameter in fresh)
-        if listed:
-            found.append(Unit(name, module, fresh, tuple(parameter for _, parameter in listed)))
+        uses = [parameter for _, parameter in listed]
+        for reader in module.modules() if is_whole else [module]:
+            if reader is not root:
+                uses += external_parameters(reader)
+        if uses:
+            found.append(Unit(name, module, fresh, tuple(dict.fromkeys(uses))))
     return found
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Say that a module's forward reads a parameter that is not its own.
+
+    Raises:
+        ValueError: The module has no forward.
+    """
+    if not _has_forward(module):
+        raise ValueError(
+            f"{type(module).__name__} has no forward of its own, so there is no time at which an"
+            " external parameter would come: register it for the module whose forward reads it"
+        )
+    known = _externals.setdefault(module, [])
+    if all(parameter is not other for other in known):
+        known.append(parameter)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Take back :func:`register_external_parameter`.
+
+    Raises:
+        ValueError: It was not registered.
+    """
+    known = external_parameters(module)
+    kept = [other for other in known if other is not parameter]
+    if len(kept) == len(known):
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} is not registered as external for this"
+            f" {type(module).__name__}, which has {len(known)} external parameter(s)"
+        )
+    _externals[module] = kept
+
+
+def external_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """What was registered for a module."""
+    return list(_externals.get(module, ()))
+
+
+_externals: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
+
+
+def _check_externals(root: nn.Module) -> None:
+    owned = set(root.parameters())
+    for name, module in root.named_modules():
+        strangers = [tuple(p.shape) for p in external_parameters(module) if p not in owned]
+        if strangers:
+            raise ValueError(
+                f"external parameter(s) of shapes {strangers} are registered for"
+                f" {name or 'the whole model'!r}, but they are not in the model (any more, if they"
+                " were replaced or tied since): register parameters that the model has, after all"
+                " of its parts are built"
+            )
 
 
 def _leaves(root: nn.Module, wanted: Sequence[LeafModule]) -> set[nn.Module]:

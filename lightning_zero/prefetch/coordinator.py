@@ -206,6 +206,8 @@ class ParameterCoordinator:
             for bucket in buckets:
                 self.residency.wait(bucket)
             yield
+            if not was_held:
+                self.visits.settle()
         finally:
             self._is_held = was_held
             if not was_held:

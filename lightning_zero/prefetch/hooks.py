@@ -27,7 +27,7 @@ from lightning_zero import _compat
 from lightning_zero._compat import RemovableHandle
 from lightning_zero.params import parameter_dict
 from lightning_zero.params.bucket import ParameterBucket
-from lightning_zero.params.units import Unit
+from lightning_zero.params.units import Unit, external_parameters
 from lightning_zero.prefetch.coordinator import ParameterCoordinator
 
 
@@ -62,8 +62,10 @@ class ModuleHooks:
             if unit.module is not root and (unit.module in outside or unit.module not in traced):
                 self._watch_unit(unit.name, unit.module, unit.uses)
         within = [p for module in compiled if module not in outside for p in module.parameters()]
+        within += external_parameters(root)
         self.of_whole_forward = _buckets_of(within, coordinator)
-        """Buckets that compiled code uses from within, see [Note: compiled modules]."""
+        """What compiled code uses from within, see [Note: compiled modules], and externals of the
+        root, whose forward is that of the whole."""
         self._watch_root(step_scope)
 
     def remove(self) -> None:

@@ -41,13 +41,20 @@ FUNCTIONS = (ast.FunctionDef, ast.ClassDef)
 
 def test_package_exports_these_names():
     assert sorted(lightning_zero.__all__) == [
+        "ParamStatus",
         "PrefetchOptions",
         "ShardGroups",
         "ZeroEngine",
         "ZeroOptions",
         "ZeroStrategy",
         "__version__",
+        "full_grad",
+        "full_optimizer_state",
+        "full_params",
         "load_state_dict_streamed",
+        "param_status",
+        "register_external_parameter",
+        "unregister_external_parameter",
     ]
     assert all(hasattr(lightning_zero, name) for name in lightning_zero.__all__)
 
