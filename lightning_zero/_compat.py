@@ -79,6 +79,12 @@ def is_registering(depth: int) -> bool:
     return sys._getframe(depth + 1).f_code is nn.Module.register_parameter.__code__
 
 
+def tensor_users(tensor: torch.Tensor) -> int:
+    """Python as one, and graphs and views, that hold a tensor itself."""
+    untyped: Any = tensor
+    return int(untyped._use_count())
+
+
 class NodeHandle:
     """Handle of a hook on a node of the graph, and what keeps that node alive."""
 

@@ -11,11 +11,15 @@ Somebody may hold a view of the full tensor beyond its time: ``model.weight.deta
 a module that returns a view of its weight. Freed memory under it would end the process. So a bucket
 counts the users of its storage; one that somebody else holds is left to them, with the values of
 that time, and the bucket goes on with a new one.
+What is recomputed in backward holds parameters themselves, which are no views: in local variables,
+in the graph of a reentrant checkpoint, and (frozen ones) among what another checkpoint has
+recomputed. So references to parameters are counted, too.
 """
 
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -96,6 +100,7 @@ class ParameterBucket:
             self.shard = self.flat[self._own] if is_resident else taken
         self._views = self._make_views()
         self._own_users = _compat.storage_users(self.flat)
+        self._idle_references: list[int] = []
         self._flat_nbytes = self.flat.untyped_storage().nbytes()
         if is_resident:
             self._show(self._views)
@@ -186,9 +191,27 @@ class ParameterBucket:
         self.flat.untyped_storage().resize_(0)
 
     def is_aliased(self) -> bool:
-        """Whether somebody else holds a view of the full tensor, see [Note: aliases]."""
+        """Whether somebody holds a view of the full tensor, or a graph a parameter itself.
+
+        See [Note: aliases].
+        """
         shown_users = len(self.parameters) if self._shown is self._views else 0
-        return _compat.storage_users(self.flat) > self._own_users + shown_users
+        if _compat.storage_users(self.flat) > self._own_users + shown_users:
+            return True
+        # Python, and the node that accumulates its gradient, hold a parameter at any time.
+        return any(_compat.tensor_users(p) > 1 + p.requires_grad for p in self.parameters)
+
+    def is_referred(self) -> bool:
+        """Whether there are more references to a parameter than between passes."""
+        found = self._references()
+        return any(now > idle for now, idle in zip(found, self._idle_references, strict=False))
+
+    def note_references(self) -> None:
+        """Nothing is running: whoever refers to a parameter now does so at any time."""
+        self._idle_references = self._references()
+
+    def _references(self) -> list[int]:
+        return [sys.getrefcount(parameter) for parameter in self.parameters]
 
     def store_shard(self, shard: Tensor) -> None:
         """Overwrite this rank's shard, after an update that stepped another tensor.

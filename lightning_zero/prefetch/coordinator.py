@@ -282,6 +282,8 @@ class ParameterCoordinator:
         if self._comes_and_goes:
             if self.passes.end():
                 self.release_all()
+            for bucket in self.residency.by_storage.values():
+                bucket.note_references()
             self.passes.begin(TRAINING if is_training else EVALUATION)
         if is_training:
             self._recorder.step_begin()
@@ -311,6 +313,7 @@ class ParameterCoordinator:
             and other.status is not ParamStatus.NOT_AVAILABLE
             and not self._is_in_use(other)
             and (other.status is ParamStatus.INFLIGHT or not other.is_aliased())
+            and not other.is_referred()
         )
         self.residency.make_room(bucket, free, self.passes.next_use)
 
@@ -350,4 +353,5 @@ class ParameterCoordinator:
     def _release_frozen(self, current: ParameterBucket) -> None:
         """In backward, no gradient tells when a frozen bucket is not needed any more."""
         if self.passes.tracers[TRAINING].trace is not None:
-            self._release_unused([bucket for bucket in self._frozen if bucket is not current])
+            others = [bucket for bucket in self._frozen if bucket is not current]
+            self._release_unused([bucket for bucket in others if not bucket.is_referred()])
