@@ -186,8 +186,9 @@ class ParameterBucket:
         self._move_to(ParamStatus.NOT_AVAILABLE)
         self._show(self._placeholders)
         if _compat.storage_users(self.flat) > self._own_users:
-            self.flat = torch.empty_like(self.flat)  # see [Note: aliases]
-            self._views = self._make_views()
+            with torch.inference_mode(False):  # what evaluation makes could never be trained
+                self.flat = torch.empty_like(self.flat)  # see [Note: aliases]
+                self._views = self._make_views()
         self.flat.untyped_storage().resize_(0)
 
     def is_aliased(self) -> bool:

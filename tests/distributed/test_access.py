@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -455,7 +456,12 @@ def asked(precision: str) -> dict[str, Any]:
         "collective": lambda: ZeroStrategy(3, gather_by="collective", bucket_numel=2000),
     }.items():
         module = Asking()
-        options = {"precision": precision, "limit_val_batches": 1, "val_check_interval": 2}
+        options: dict[str, Any] = {"limit_val_batches": 1, "val_check_interval": 2}
+        if precision == "16-mixed":
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+            options["plugins"] = MixedPrecision(precision, "cpu", scaler)
+        else:
+            options["precision"] = precision
         run: pl.Trainer = make_trainer(make(), 2, **options)
         run.fit(module)
         runs[name] = module.seen
@@ -479,7 +485,7 @@ def _same(found: Tensor | None, expected: Tensor | None) -> bool:
     return found.dtype == expected.dtype and torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 def test_every_hook_sees_what_ddp_shows(precision: str) -> None:
     for answers in run_ranks(asked, 2, precision, timeout_s=100):
         assert answers.pop("places") > 300

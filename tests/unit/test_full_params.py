@@ -124,6 +124,24 @@ def test_a_weight_read_by_name_in_a_block_that_raises_is_undone(stage):
 
 
 @every_stage
+def test_a_write_before_a_block_that_raises_is_kept(stage):
+    pair = make_pair()
+
+    def fail():
+        with full_params(pair, writeback=True):
+            past_autograd(pair.last.weight, 7.0)
+            raise KeyError
+
+    with running(pair, [adamw(pair)], stage, bucket_numel=1) as engine:
+        with engine.step_scope():  # where any write to a weight that is there is kept
+            in_place(pair.last.weight, 8.0)
+            with pytest.raises(KeyError):
+                fail()
+        assert pair.last.weight.unique().tolist() == [8.0]
+    assert pair.last.weight.unique().tolist() == [8.0]
+
+
+@every_stage
 @pytest.mark.parametrize("name", ["last.weight", "frozen.weight"])
 def test_a_parameter_of_another_shape_is_not_kept(stage, name):
     pair = make_pair()

@@ -413,6 +413,21 @@ def test_closed_engine_is_not_held_by_the_module(stage):
     assert [ref() for ref in flats] == [None] * len(flats)
 
 
+def test_weight_that_evaluation_leaves_behind_can_be_trained():
+    """What inference mode makes anew in place of a bucket that somebody holds is no exception."""
+    ours, held = make(Twice), []
+    optimizer = sgd(ours)
+    ours.layer.register_forward_hook(lambda module, *_: held.append(module.weight.detach()))
+    with running(ours, [optimizer], 3, bucket_numel=1) as engine:
+        with torch.inference_mode():
+            ours(inputs())
+        expected = held[0].clone()
+        engine.backward(ours(inputs()))
+        engine.step(optimizer)
+        assert torch.equal(held[0], expected)
+        assert not torch.equal(ours.layer.weight, expected)
+
+
 # Copies.
 
 
