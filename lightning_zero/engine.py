@@ -350,6 +350,7 @@ class ZeroEngine:
         if self._hooks is None:
             return
         self.abort_step()
+        self._shards.abandon()
         self._take_off()
         if all(bucket.layout.world_size == 1 for bucket in self._buckets):
             for bucket in self._buckets:
