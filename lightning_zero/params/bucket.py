@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from lightning_zero import _compat
 from lightning_zero.comm.api import Gathers, Handle
-from lightning_zero.params.dense import fingerprint
 from lightning_zero.params.values import WHOLE, Values
 from lightning_zero.plan.layout import BucketLayout, Piece
 
@@ -234,13 +233,6 @@ class ParameterBucket:
             )
         )
 
-    def fingerprint(self) -> int:
-        """A number that changes with any element of the full tensor, wherever it is written from.
-
-        For the few who write to ``param.data``, which leaves no other trace.
-        """
-        return fingerprint(self.flat)
-
     def check_untouched(self) -> None:
         """Make sure that nobody has written to parameters that are not there.
 
@@ -249,7 +241,8 @@ class ParameterBucket:
         """
         is_touched = self.was_written()
         if not is_touched and self.flat.device.type == "cpu":  # elsewhere a look costs a stall
-            is_touched = not self._is_blank()
+            is_same = torch.equal(self._blanks, self._blank_value.expand_as(self._blanks))
+            is_touched = not is_same and not self._blanks.isnan().all()
         if is_touched:
             raise RuntimeError(
                 f"a parameter of {self} was written to while its full value was not in memory (it"
@@ -257,12 +250,6 @@ class ParameterBucket:
                 " `with trainer.strategy.full_params(module, writeback=True):`, or initialize"
                 " weights before training starts (in __init__, setup or configure_model)."
             )
-
-    def _is_blank(self) -> bool:
-        """Whether the placeholders still hold what they were made with."""
-        return torch.equal(self._blanks, self._blank_value.expand_as(self._blanks)) or bool(
-            self._blanks.isnan().all()
-        )
 
     def take_assigned_values(self) -> None:
         """Move what was assigned to ``param.data`` into the full tensor; the shard stays as it is.

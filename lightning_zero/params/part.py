@@ -109,13 +109,13 @@ class BucketPart(Part):
             self.bucket.take_assigned_values()
             self._copy = self.bucket.flat.clone()
         elif self._is_watched:
-            self._fingerprint = self.bucket.fingerprint()
+            self._fingerprint = fingerprint(self.bucket.flat)
         super().remember()
 
     def _has_other_values(self) -> bool:
         if self._copy is not None:
             return not same_bits(self.bucket.flat, self._copy)
-        return self.bucket.fingerprint() != self._fingerprint
+        return fingerprint(self.bucket.flat) != self._fingerprint
 
     def take_in(self) -> None:
         """See the base class."""

@@ -16,6 +16,7 @@ forward of the whole model begins, and go after it.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -154,6 +155,8 @@ class _SavedView(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+    version: int | None
+    """Version of its parameter; None for a view that does not share it (``weight.data``)."""
 
 
 class _SavedTensor(NamedTuple):
@@ -173,6 +176,10 @@ class SavedTensors:
     def __init__(self, coordinator: ParameterCoordinator) -> None:
         self._coordinator = coordinator
         self._by_storage = coordinator.residency.by_storage
+        self._offsets = {
+            bucket: [slot.offset for slot in bucket.layout.slots]
+            for bucket in self._by_storage.values()
+        }
         # The same two objects each time: compiled code is guarded by their identity.
         self._pack: Callable[[Tensor], Any] = self.pack
         self._unpack: Callable[[Any], Tensor] = self.unpack
@@ -197,7 +204,8 @@ class SavedTensors:
         bucket = self._by_storage.get(_storage_key(tensor))
         if bucket is not None:
             module, offset = self._coordinator.running_module, int(tensor.storage_offset())
-            return _SavedView(bucket, module, tensor.shape, tensor.stride(), offset)
+            version = tensor._version if self._is_current(bucket, offset, tensor._version) else None
+            return _SavedView(bucket, module, tensor.shape, tensor.stride(), offset, version)
         # An output that was saved by its own node would keep that node alive for ever.
         kept = tensor.detach() if tensor.grad_fn is not None else tensor
         return _SavedTensor(kept, tensor._version)
@@ -205,6 +213,13 @@ class SavedTensors:
     def unpack(self, saved: _SavedView | _SavedTensor) -> Tensor:
         """The tensor that was to be kept."""
         if isinstance(saved, _SavedView):
+            version = saved.version
+            if version is not None and not self._is_current(saved.bucket, saved.offset, version):
+                raise RuntimeError(
+                    "a weight that backward needs was modified by an in-place operation after the"
+                    f" forward had used it: part of {saved.bucket}, shape {tuple(saved.shape)}."
+                    " Write to weights before the forward, or after backward."
+                )
             self._coordinator.need(saved.bucket, saved.module)
             return saved.bucket.flat.as_strided(saved.shape, saved.stride, saved.offset)
         if saved.tensor._version != saved.version:
@@ -214,6 +229,11 @@ class SavedTensors:
                 f" {saved.version} was saved"
             )
         return saved.tensor
+
+    def _is_current(self, bucket: ParameterBucket, offset: int, version: int) -> bool:
+        """Whether this is the version of the parameter at a place of a bucket."""
+        slot = bisect_right(self._offsets[bucket], offset) - 1
+        return bucket.parameters[slot]._version == version
 
     def _saved(self) -> AbstractContextManager[None]:
         if not self._by_storage:

@@ -9,6 +9,7 @@ from datetime import timedelta
 from lightning_zero.comm import ShardReads
 from lightning_zero.observe.recorder import SILENT, Recorder, Span
 from lightning_zero.params.bucket import ParameterBucket, ParamStatus
+from lightning_zero.params.dense import fingerprint
 
 
 class Residency:
@@ -142,19 +143,19 @@ class Residency:
         self,
         bucket: ParameterBucket,
         timeout: timedelta | None = None,
-        fingerprint: int | None = None,
+        found: int | None = None,
     ) -> None:
         """Free a bucket that comes and goes; what was written to it is kept.
 
         Args:
             bucket: The bucket.
             timeout: Longest wait for one that is on its way.
-            fingerprint: Of its values when it came, to find writes that leave no other trace.
+            found: Fingerprint of its values when it came, to find writes that leave no other trace.
         """
         if bucket.status is ParamStatus.NOT_AVAILABLE:
             return
         self.wait(bucket, timeout=timeout)
-        is_changed = fingerprint is not None and bucket.fingerprint() != fingerprint
+        is_changed = found is not None and fingerprint(bucket.flat) != found
         if bucket.was_written() or is_changed:
             with self.update(f"writing to weights of {bucket}"):
                 bucket.keep_written_values()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning_zero.params.bucket import ParameterBucket, ParamStatus
+from lightning_zero.params.dense import fingerprint
 from lightning_zero.prefetch.residency import Residency
 
 
@@ -31,13 +32,13 @@ class Visits:
             return
         self._residency.start(bucket, "forward")
         self._residency.wait(bucket, "forward")
-        self._opened.append((bucket, bucket.fingerprint()))
+        self._opened.append((bucket, fingerprint(bucket.flat)))
 
     def settle(self) -> None:
         """Give everything back."""
         opened, self._opened = self._opened, []
-        for bucket, fingerprint in opened:
-            self._residency.give_back(bucket, fingerprint=fingerprint)
+        for bucket, found in opened:
+            self._residency.give_back(bucket, found=found)
 
     def drop(self) -> None:
         """Forget what was brought in, after an error."""

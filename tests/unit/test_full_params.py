@@ -254,6 +254,24 @@ def test_a_forward_inside_sees_the_written_weights(stage):
         assert torch.equal(full_grad(listed(pair, "first.weight")), plain.first.weight.grad)
 
 
+@every_stage
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_write_between_forward_and_backward_is_an_error_as_in_plain_torch(stage, is_used):
+    """Only if backward needs the weight: not for that of the first layer."""
+    pair = make_pair()
+    with running(pair, [adamw(pair)], stage, bucket_numel=1) as engine:
+        loss = pair(inputs())
+        name = "last.weight" if is_used else "first.weight"
+        with full_params(pair, writeback=True):
+            in_place(listed(pair, name), 0.5)
+        if is_used:
+            with pytest.raises(RuntimeError, match="modified by an in-?place operation"):
+                engine.backward(loss)
+            engine.abort_step()
+        else:
+            engine.backward(loss)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_writes_are_stepped_from_also_with_master_weights(stage):
     pair = make_pair(dtype=torch.bfloat16)
