@@ -112,3 +112,45 @@ def test_module_that_raises_gives_its_bucket_back(recorded):
             module(torch.ones(2, 5))
         statuses = {bucket.status for bucket in recorded.engine.buckets}
         assert statuses == {ParamStatus.NOT_AVAILABLE}
+
+
+def recorded_stack(depth, **prefetch):
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(depth)))
+    options = {"bucket_numel": 1, "prefetch": prefetch}
+    return module, running(module, [sgd(module)], 3, **options)
+
+
+def test_what_is_used_last_goes_first_when_the_bound_is_reached():
+    """Four layers, room for three, all of them to be kept: the first is needed last in backward."""
+    numel = 32  # a layer of 20, padded to 64 bytes
+    module, engine_of = recorded_stack(4, max_live_numel=3 * numel, reuse_distance_numel=10**6)
+    with engine_of as engine:
+        assert {bucket.layout.padded_numel for bucket in engine.buckets} == {numel}
+        recorder = Recorder(engine)
+        for _ in range(2):
+            recorder.taken()
+            loss = module(torch.ones(2, 4).requires_grad_()).sum()
+            forward = recorder.taken()
+            engine.backward(loss)
+            backward = recorder.taken()
+        assert [event for event in forward if event.startswith("gather")] == [
+            *["gather 0", "gather 1", "gather 2", "gather 3"]
+        ]
+        assert [event for event in forward if event.startswith("free")] == ["free 0"]
+        assert forward.index("free 0") < forward.index("gather 3")
+        # Layers 3 to 1 are still there; layer 0 comes into the room that one of them leaves.
+        assert [event for event in backward if event.startswith("gather")] == ["gather 0"]
+        assert recorder.most_available == 3
+
+
+def test_prefetch_goes_as_far_as_it_is_told():
+    for prefetch_numel, ahead in ((1, 1), (32, 1), (64, 2), (95, 2), (96, 3), (10**6, 4)):
+        module, engine_of = recorded_stack(5, prefetch_numel=prefetch_numel)
+        with engine_of as engine:
+            recorder = Recorder(engine)
+            for _ in range(2):
+                recorder.taken()
+                module(torch.ones(2, 4))
+                events = recorder.taken()
+            first = events[: events.index("run 0")]
+            assert first == [f"gather {index}" for index in range(ahead + 1)], prefetch_numel
