@@ -245,6 +245,7 @@ class ZeroEngine:
             for master in masters:
                 master.store()
                 master.drop_step_grad()
+                master.parameters.note_update()
         self.coordinator.passes.compare(digests)
         self._publish([master.parameters for master in masters])
         return result

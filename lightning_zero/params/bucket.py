@@ -213,6 +213,15 @@ class ParameterBucket:
     def _references(self) -> list[int]:
         return [sys.getrefcount(parameter) for parameter in self.parameters]
 
+    def note_update(self) -> None:
+        """The shard has new values: a graph that has saved the old ones must not go on with them.
+
+        Autograd compares versions of parameters, and the update went past them.
+        """
+        for parameter in self.parameters:
+            torch.autograd.graph.increment_version(parameter)
+        self._versions = [parameter._version for parameter in self.parameters]
+
     def store_shard(self, shard: Tensor) -> None:
         """Overwrite this rank's shard, after an update that stepped another tensor.
 

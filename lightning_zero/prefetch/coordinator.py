@@ -301,6 +301,8 @@ class ParameterCoordinator:
     def _is_in_use(self, bucket: ParameterBucket) -> bool:
         if bucket.is_resident or self._is_held or self._users[bucket.layout.index]:
             return True
+        if self.visits.holds(bucket):
+            return True
         return any(bucket in frame.borrowed for frame in self._frames)
 
     def _make_room(self, bucket: ParameterBucket) -> None:

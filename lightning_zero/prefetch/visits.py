@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lightning_zero.params.bucket import ParameterBucket, ParamStatus
+from lightning_zero.params.bucket import ParameterBucket
 from lightning_zero.params.dense import fingerprint
 from lightning_zero.prefetch.residency import Residency
 
@@ -27,12 +27,16 @@ class Visits:
         """Whether state dicts list placeholders, instead of bringing buckets in."""
 
     def bring(self, bucket: ParameterBucket) -> None:
-        """Bring a bucket in, if it is not here."""
-        if bucket.status is ParamStatus.AVAILABLE:
+        """Bring a bucket in, if it is not here, and keep it until the next step."""
+        if self.holds(bucket):
             return
         self._residency.start(bucket, "forward")
         self._residency.wait(bucket, "forward")
         self._opened.append((bucket, fingerprint(bucket.flat)))
+
+    def holds(self, bucket: ParameterBucket) -> bool:
+        """Whether somebody may still read or write a bucket outside of a step."""
+        return any(bucket is opened for opened, _ in self._opened)
 
     def settle(self) -> None:
         """Give everything back."""

@@ -490,3 +490,33 @@ def test_module_without_parameters_is_taken(stage):
     with running(ours, [], stage) as engine:
         assert ours(torch.tensor([-1.0])).item() == 0.0
         assert not engine.buckets
+
+
+@every_stage
+def test_step_between_forward_and_backward_is_an_error_as_in_plain_torch(stage):
+    ours = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = SGD(ours.parameters(), lr=1.0)
+    with running(ours, [optimizer], stage) as engine:
+        x = torch.ones(2, 3).requires_grad_()
+        first, second = ours(x).sum(), ours(x).sum()
+        engine.backward(first)
+        engine.step(optimizer)
+        with pytest.raises(
+            RuntimeError, match="modified by an inplace operation|in-place operation"
+        ):
+            engine.backward(second)
+        engine.abort_step()
+
+
+def test_write_through_data_between_forward_and_backward_is_not_lost():
+    """The weight of the last layer is kept for backward, and is written to by hand meanwhile."""
+    ours = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
+    optimizer = SGD(ours.parameters(), lr=0.0)
+    with running(ours, [optimizer], 3, bucket_numel=1) as engine:
+        for _ in range(2):
+            loss = ours(torch.ones(2, 3)).sum()
+            for layer in ours:
+                layer.weight.data[0, 0] = 5.0
+            engine.backward(loss)
+            engine.step(optimizer)
+            assert [layer.weight[0, 0].item() for layer in ours] == [5.0] * 3
