@@ -91,6 +91,7 @@ def _load(module: nn.Module, source: Source, strict: bool, slices: SlicedParamet
             wrong.append(f"{name}: {tuple(values.shape)} instead of {tuple(target.tensor.shape)}")
         else:
             _write(name, target, values, slices, targets)
+        del values  # before the next one comes
     reached = {id(targets[name].tensor) for name in found}  # tied ones count for each other
     missing = [name for name in targets if id(targets[name].tensor) not in reached]
     complaints = [f"shapes do not fit: {wrong}"] if wrong else []
@@ -121,6 +122,8 @@ def _write(
             " trainer.fit(ckpt_path=...)"
         )
     elif tensor.is_meta:
+        if slices is not None:
+            slices.make_room(values.numel())
         real = values.to(dtype=tensor.dtype, copy=True)
         if isinstance(tensor, nn.Parameter):
             real = nn.Parameter(real, tensor.requires_grad)

@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.comm import Collectives
+from lightning_zero.memory.host import large_blocks_apart
 from lightning_zero.params.bucket import explain_refused_write
 from lightning_zero.params.meta import materialize
 from lightning_zero.params.random_state import same_random_numbers
@@ -62,7 +63,7 @@ def sharded_construction(
         return
     try:
         with same_random_numbers(collectives, device), owner.opened():
-            with _watched(owner), _settings(OTHERS_SETTINGS):
+            with large_blocks_apart(), _watched(owner), _settings(OTHERS_SETTINGS):
                 yield
                 materialize(root, device, owner.watch)
             owner.transfers.meet("end of construction")

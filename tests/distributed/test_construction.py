@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_zero import ShardGroups, ZeroEngine, ZeroOptions
+from lightning_zero import ShardGroups, ZeroEngine, ZeroOptions, load_state_dict_streamed
 from lightning_zero.params.bucket import is_placeholder
 from lightning_zero.params.sliced import held_whole, owner_of
 from lightning_zero.partition import construction
@@ -207,6 +207,58 @@ def test_peak_is_a_part_of_the_model_and_the_largest_bucket(world_size, bucket_n
             assert building <= 1.125, (name, found)
             assert laying <= 1.125, (name, found)
             assert left <= 0.125, (name, found)
+
+
+# Files.
+
+
+def stream(folder):
+    """Values and memory of a model that is loaded while it is built; one rank without the file."""
+    dist.init_process_group("gloo")
+    groups = ShardGroups.create()
+    file = f"{folder}/weights.pt"
+    facts = {}
+
+    def loaded(root):
+        linears(root)
+        load_state_dict_streamed(root, file)
+
+    def loaded_on_meta(root):
+        on_meta(root)
+        load_state_dict_streamed(root, file)
+
+    built(linears, groups)
+    for build in (loaded, loaded_on_meta):
+        with counted_peak() as peak:
+            root = built(build, groups, 100_000)
+        part = sum(p.numel() for p in root.parameters()) / groups.world_size
+        facts[build.__name__] = (peak.nbytes / 4 - part) / 65_792
+        state = torch.load(file, weights_only=True)
+        facts[f"{build.__name__} equal"] = not difference(whole_weights(root), state)
+    before = groups.control.sent_nbytes
+    load_state_dict_streamed(root, {name: 2 * value for name, value in state.items()})
+    facts["without transfers"] = groups.control.sent_nbytes == before
+    facts["at rest"] = torch.equal(whole_weights(root)["net.3.bias"], 2 * state["net.3.bias"])
+    try:
+        load_state_dict_streamed(root, file if groups.rank else f"{folder}/none.pt")
+        facts["error"] = ""
+    except (RuntimeError, OSError) as error:
+        facts["error"] = str(error)
+    return facts
+
+
+def test_weights_stream_from_a_file(tmp_path):
+    torch.manual_seed(4)
+    root = nn.Module()
+    linears(root)
+    torch.save(root.state_dict(), tmp_path / "weights.pt")
+    for rank, found in enumerate(run_ranks(stream, 2, str(tmp_path))):
+        error = found.pop("error")
+        assert re.search("on other ranks: {0: .*none.pt" if rank else "No such file.*none", error)
+        # What torch.load maps is counted as well: the file, which is twice the part of two ranks.
+        assert 12 <= found.pop("loaded") <= 13.125
+        assert 12 <= found.pop("loaded_on_meta") <= 13.125
+        assert all(found.values()), found
 
 
 # What goes wrong.

@@ -1,0 +1,354 @@
+"""Trainer and configure_model at stage 3: the same training, less memory, any order of calls."""
+
+from __future__ import annotations
+
+import re
+import resource
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils.data import DataLoader
+
+import lightning_zero.partition
+from lightning_zero import ZeroStrategy, load_state_dict_streamed
+from lightning_zero.params.bucket import is_placeholder
+from lightning_zero.params.sliced import owner_of
+from tests.helpers.builders import GPT, Residual
+from tests.helpers.models import equal, trainer, weights
+from tests.helpers.spawn import run_ranks
+
+VOCAB, WIDTH = 40, 16
+
+
+def gpt(folder):
+    return GPT(WIDTH, VOCAB)
+
+
+def half_frozen(folder):
+    net = GPT(WIDTH, VOCAB)
+    net.blocks[0].requires_grad_(False)
+    net.position.requires_grad_(False)
+    return net
+
+
+class Vision(nn.Module):
+    """Convolution, batch norm, weight norm, a spectral norm, and a mask of whole numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Embedding(VOCAB, WIDTH)
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.mix = parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.head = parametrizations.spectral_norm(nn.Linear(WIDTH, VOCAB))
+        self.shift = nn.Parameter(torch.randint(3, (WIDTH,)), requires_grad=False)
+
+    def forward(self, tokens):
+        x = self.norm(self.conv(self.token(tokens).transpose(1, 2))).transpose(1, 2)
+        return self.head(self.mix(x + self.shift))
+
+
+def vision(folder):
+    return Vision()
+
+
+class Layers(nn.Module):
+    """Only modules that can reset themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Residual(WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.token.weight
+
+    def forward(self, tokens):
+        x = self.token(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def layers(folder):
+    if folder is None:  # one rank alone, in the order in which modules of the meta device are reset
+        torch.manual_seed(11)
+        net = Layers()
+        torch.manual_seed(11)
+        for module in net.modules():
+            if hasattr(module, "reset_parameters") and module is not net.head:
+                module.reset_parameters()
+        return net
+    with torch.device("meta"):
+        return Layers()
+
+
+def streamed(folder):
+    net = GPT(WIDTH, VOCAB)
+    if folder is None:
+        net.load_state_dict(saved_weights())
+    else:
+        load_state_dict_streamed(net, Path(folder) / "weights.pt")
+    return net
+
+
+def saved_weights():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(77)
+        return GPT(WIDTH, VOCAB).state_dict()
+
+
+MAKERS = (gpt, half_frozen, vision, layers, streamed)
+
+
+class Tokens(pl.LightningModule):
+    """Learns random tokens; with a folder, its net is built in ``configure_model``."""
+
+    def __init__(self, make, folder=None):
+        super().__init__()
+        self.make, self.folder, self.net = make, folder, None
+        self.losses, self.seen = [], []
+        if folder is None:
+            self.net = make(None)
+
+    def configure_model(self):
+        if self.net is None:
+            self.net = self.make(self.folder)
+
+    def dataloader(self, seed):
+        generator = torch.Generator().manual_seed(seed + self.global_rank)
+        return DataLoader(torch.randint(VOCAB, (5, 2, 8), generator=generator), batch_size=None)
+
+    def train_dataloader(self):
+        return self.dataloader(100)
+
+    def test_dataloader(self):
+        return self.dataloader(200)
+
+    def training_step(self, batch, index):
+        loss = F.cross_entropy(self.net(batch).flatten(0, 1), batch.flatten())
+        self.losses.append(loss.item())
+        return loss
+
+    test_step = training_step
+
+    def configure_optimizers(self):
+        self.seen.append(owner_of(self) is not None)
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fit_both(make, folder, world_size, **options):
+    """A fit of the model built whole, and one of it built sharded by ranks of other seeds."""
+    torch.manual_seed(11)
+    plain = Tokens(make)
+    trainer(ZeroStrategy(3, **options), world_size).fit(plain)
+    torch.manual_seed(11 + dist.get_rank())
+    late = Tokens(make, folder)
+    trainer(ZeroStrategy(3, **options), world_size).fit(late)
+    return {
+        "sharded when optimizers are made": (plain.seen, late.seen) == ([False], [True]),
+        "losses": plain.losses == late.losses and len(plain.losses) == 5,
+        "weights": equal(weights(plain), weights(late)),
+        "whole after": not any(is_placeholder(p) for p in late.parameters()),
+    }
+
+
+def fit_all(folder, world_size, bucket_numel):
+    options = {"bucket_numel": bucket_numel}
+    return {make.__name__: fit_both(make, folder, world_size, **options) for make in MAKERS}
+
+
+@pytest.mark.parametrize(("world_size", "bucket_numel"), [(2, 300), (4, None)])
+def test_fit_equals_that_of_the_model_built_whole(world_size, bucket_numel, tmp_path):
+    torch.save(saved_weights(), tmp_path / "weights.pt")
+    for found in run_ranks(
+        fit_all, world_size, str(tmp_path), world_size, bucket_numel, timeout_s=110
+    ):
+        for name, facts in found.items():
+            assert all(facts.values()), (name, facts)
+
+
+# Orders of calls.
+
+
+def calls(folder, fits):
+    """Fit, test, fit again, save; ``fits`` says whether the whole model fits into memory."""
+    if not fits:
+        lightning_zero.partition.fits_everywhere = lambda *_: False
+    found = {}
+    for late in (False, True):
+        torch.manual_seed(11)
+        module = Tokens(gpt, folder if late else None)
+        options = {"enable_checkpointing": False, "default_root_dir": folder}
+        first = trainer(ZeroStrategy(3, bucket_numel=300), 2, **options)
+        first.fit(module)
+        if late:
+            found["sharded after fit"] = owner_of(module) is not None
+            found["by name"] = bool(module.net.norm.weight.isfinite().all())
+        path = f"{folder}/{late}-{fits}.ckpt"
+        first.save_checkpoint(path)
+        saved = torch.load(path, weights_only=True)
+        first.test(module, verbose=False)
+        first.fit_loop.epoch_progress.reset()
+        first.fit_loop.max_epochs = 2
+        first.fit(module)
+        second = trainer(ZeroStrategy(3), 2, **options)
+        second.test(module, verbose=False)
+        with second.strategy.full_params():
+            found[late] = weights(module), module.losses, saved
+        fresh = Tokens(gpt, folder if late else None)
+        third = trainer(ZeroStrategy(3), 2, **options)
+        third.test(fresh, ckpt_path=path, verbose=False)
+        fourth = trainer(ZeroStrategy(1), 2, **options)  # another stage takes the sharded model
+        fourth.test(fresh, ckpt_path=path, verbose=False)
+        found[late] += (fresh.losses[:5], fresh.losses[5:])
+        bare = Tokens(gpt, folder if late else None)
+        if late:
+            bare.configure_model()
+        bare.load_state_dict(saved["state_dict"])
+        found[f"loads {late}"] = equal(weights(bare), saved["state_dict"])
+    plain, plain_losses, plain_saved, plain_tests, plain_again = found.pop(False)
+    late, late_losses, late_saved, late_tests, late_again = found.pop(True)
+    found["weights"] = equal(plain, late)
+    found["losses"] = plain_losses == late_losses and len(plain_losses) == 25
+    found["saved weights"] = equal(plain_saved["state_dict"], late_saved["state_dict"])
+    states = [s["optimizer_states"][0]["state"] for s in (plain_saved, late_saved)]
+    found["saved states"] = all(
+        torch.equal(states[0][n][key], states[1][n][key]) for n in states[0] for key in states[0][n]
+    )
+    found["tests"] = plain_tests == late_tests and len(late_tests) == 5
+    found["tests at another stage"] = plain_again == late_again == late_tests
+    return found
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_calls_in_any_order(fits, tmp_path):
+    for found in run_ranks(calls, 2, str(tmp_path), fits, timeout_s=110):
+        assert found.pop("sharded after fit") is not fits
+        assert all(found.values()), found
+
+
+# The whole model fits into no process.
+
+BIG_WIDTH, BIG_DEPTH = 1024, 72
+BIG_NUMEL = BIG_WIDTH * (BIG_WIDTH + 1)  # of a layer
+
+
+class Big(pl.LightningModule):
+    """Weights of 288 MiB, in layers of 4 MiB."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = None
+
+    def configure_model(self):
+        if self.net is None:
+            self.net = nn.Sequential(*[nn.Linear(BIG_WIDTH, BIG_WIDTH) for _ in range(BIG_DEPTH)])
+
+    def train_dataloader(self):
+        data = torch.randn(2, 1, BIG_WIDTH, generator=torch.Generator().manual_seed(1))
+        return DataLoader(data, batch_size=None)
+
+    def training_step(self, batch, index):
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def used_nbytes():
+    """What counts against RLIMIT_DATA."""
+    text = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmData:\s+(\d+) kB", text)[1]) * 1024
+
+
+def limit_memory(spare_nbytes):
+    """Let this process have so much more memory than it has now."""
+    limit = used_nbytes() + spare_nbytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+
+
+def build_whole(spare_nbytes):
+    limit_memory(spare_nbytes)
+    try:
+        Big().configure_model()
+    except (MemoryError, RuntimeError) as error:
+        return str(error)
+    return "fits"
+
+
+def fit_sharded(folder, spare_nbytes):
+    """Fit with so much memory, after everything that does not belong to the model was loaded."""
+    strategy = ZeroStrategy(3, bucket_numel=BIG_NUMEL, prefetch={"prefetch_numel": 0})
+    runner = trainer(strategy, 4)
+    runner.fit(Tokens(gpt))
+    runner.fit_loop.max_epochs = 2
+    limit_memory(spare_nbytes)
+    torch.manual_seed(5 + dist.get_rank())
+    module = Big()
+    runner.fit(module)
+    assert owner_of(module) is not None  # it does not fit whole, so it is sharded again
+    assert runner.global_step == 7
+    resource.setrlimit(
+        resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2
+    )  # rank 0 needs all of it
+    runner.save_checkpoint(f"{folder}/big.ckpt")
+
+
+def test_a_model_that_fits_into_no_process(tmp_path):
+    full_nbytes = BIG_DEPTH * BIG_NUMEL * 4
+    spare_nbytes = int(0.93 * full_nbytes)
+    assert run_ranks(build_whole, 1, 2 * full_nbytes) == ["fits"]
+    assert re.search("memory|allocate", run_ranks(build_whole, 1, spare_nbytes)[0])
+    run_ranks(fit_sharded, 4, str(tmp_path), spare_nbytes, timeout_s=90)
+    torch.manual_seed(5)
+    expected = Big()
+    expected.configure_model()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=1e-3)
+    for batch in expected.train_dataloader():
+        expected.training_step(batch, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = torch.load(tmp_path / "big.ckpt", weights_only=True)["state_dict"]
+    assert saved.keys() == expected.state_dict().keys()
+    for name, value in expected.state_dict().items():
+        assert torch.allclose(saved[name], value, rtol=0, atol=1e-6), name
+
+
+# An error in configure_model.
+
+
+class Faulty(Tokens):
+    """Fails while its net is built; ``parts`` is what it had by then."""
+
+    def configure_model(self):
+        super().configure_model()
+        raise ValueError("the configuration names no such model")
+
+
+def faulty(folder):
+    module = Faulty(gpt, folder)
+    try:
+        trainer(ZeroStrategy(3, bucket_numel=300), 2).fit(module)
+    except ValueError as error:
+        first = str(error)
+    module.__class__ = Tokens  # the user mends it, and goes on with the same object
+    try:
+        trainer(ZeroStrategy(3), 2).fit(module)
+    except RuntimeError as error:
+        second = str(error)
+    module.net = None
+    trainer(ZeroStrategy(3), 2).fit(module)
+    return first, second, len(module.losses)
+
+
+def test_error_in_configure_model(tmp_path):
+    for first, second, steps in run_ranks(faulty, 2, str(tmp_path)):
+        assert first == "the configuration names no such model"
+        assert "'net.position' has no values" in second
+        assert steps == 5
