@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_zero import ShardGroups, ZeroEngine, ZeroOptions, load_state_dict_streamed
+from lightning_zero.comm.collectives import NativeCollectives
 from lightning_zero.params.bucket import is_placeholder
 from lightning_zero.params.sliced import held_whole, owner_of
 from lightning_zero.partition import construction
-from tests.helpers.builders import BUILDERS, GPT, unregistered
+from tests.helpers.builders import BUILDERS, GPT, batch_norm, gpt, unregistered
 from tests.helpers.models import weights
 from tests.helpers.peak import counted_peak
 from tests.helpers.spawn import run_ranks
@@ -112,6 +113,23 @@ def test_values_are_those_of_one_rank_alone(world_size, bucket_numel):
             assert facts["generators"], name
 
 
+def native_backend():
+    """Collectives of the backend, as with NCCL; here gloo's own."""
+    dist.init_process_group("gloo")
+    native = NativeCollectives(dist.new_group())
+    groups = ShardGroups(native, native, native)
+    seed(7)
+    root = built(gpt, groups)
+    seed(7)
+    plain = nn.Module()
+    gpt(plain)
+    return difference(whole_weights(root), weights(plain))
+
+
+def test_collectives_of_the_backend():
+    assert run_ranks(native_backend, 2) == [[], []]
+
+
 def reads_after_it():
     """Between construction and engine, reads by name are whole, and what is written stays."""
     dist.init_process_group("gloo")
@@ -139,6 +157,29 @@ def reads_after_it():
     found = {name.removeprefix("net."): value for name, value in whole_weights(root).items()}
     facts["equal"] = not difference(found, weights(plain))
     return facts
+
+
+def replaced_after_it():
+    """Batch norms are exchanged after construction, as ``sync_batchnorm=True`` does."""
+    dist.init_process_group("gloo")
+    groups = ShardGroups.create()
+    seed(3)
+    root = built(batch_norm, groups)
+    seed(3)
+    plain = nn.Module()
+    batch_norm(plain)
+    root = nn.SyncBatchNorm.convert_sync_batchnorm(root)
+    engine = ZeroEngine(root, [], ZeroOptions(stage=3), groups)
+    with engine.full_params():
+        held = weights(root)
+    engine.close()
+    kind = type(root.net[1])
+    return kind, difference(held, weights(plain)), difference(weights(root), weights(plain))
+
+
+def test_modules_may_be_replaced_after_construction():
+    for kind, held, after in run_ranks(replaced_after_it, 2):
+        assert (kind, held, after) == (nn.SyncBatchNorm, [], [])
 
 
 def test_reads_writes_and_conversions_after_construction():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import resource
+from contextlib import contextmanager
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -142,14 +143,39 @@ class Tokens(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fit_both(make, folder, world_size, **options):
+class Partly(Tokens):
+    """A head that is built in ``__init__``, and is there on all ranks, with values of its own."""
+
+    def __init__(self, make, folder=None):
+        pl.LightningModule.__init__(self)
+        self.make, self.folder, self.net = make, folder, None
+        self.losses, self.seen = [], []
+        self.scale = nn.Parameter(torch.randn(VOCAB))
+        self.out = nn.Linear(VOCAB, VOCAB)
+        if folder is None:
+            self.configure_model()
+
+    def configure_model(self):
+        if self.net is None:
+            self.net = nn.Sequential(self.make(self.folder), self.out)
+            self.shift = nn.Parameter(torch.randn(VOCAB))
+
+    def training_step(self, batch, index):
+        logits = self.net(batch) * self.scale + self.shift
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.flatten())
+        self.losses.append(loss.item())
+        return loss
+
+
+def fit_both(make, folder, world_size, bucket_numel, kind=Tokens, **options):
     """A fit of the model built whole, and one of it built sharded by ranks of other seeds."""
     torch.manual_seed(11)
-    plain = Tokens(make)
-    trainer(ZeroStrategy(3, **options), world_size).fit(plain)
+    with torch.device("cpu"), _dtype(options.get("precision")):
+        plain = kind(make)
+    trainer(ZeroStrategy(3, bucket_numel=bucket_numel), world_size, **options).fit(plain)
     torch.manual_seed(11 + dist.get_rank())
-    late = Tokens(make, folder)
-    trainer(ZeroStrategy(3, **options), world_size).fit(late)
+    late = kind(make, folder)
+    trainer(ZeroStrategy(3, bucket_numel=bucket_numel), world_size, **options).fit(late)
     return {
         "sharded when optimizers are made": (plain.seen, late.seen) == ([False], [True]),
         "losses": plain.losses == late.losses and len(plain.losses) == 5,
@@ -158,9 +184,23 @@ def fit_both(make, folder, world_size, **options):
     }
 
 
+@contextmanager
+def _dtype(precision):
+    """The default dtype in which Lightning lets a model be built."""
+    before = torch.get_default_dtype()
+    wanted = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
+    torch.set_default_dtype(wanted.get(precision, before))
+    yield
+    torch.set_default_dtype(before)
+
+
 def fit_all(folder, world_size, bucket_numel):
-    options = {"bucket_numel": bucket_numel}
-    return {make.__name__: fit_both(make, folder, world_size, **options) for make in MAKERS}
+    given = (folder, world_size, bucket_numel)
+    found = {make.__name__: fit_both(make, *given) for make in MAKERS}
+    found["partly"] = fit_both(gpt, *given, kind=Partly)
+    found["bf16-true"] = fit_both(layers, *given, precision="bf16-true")
+    found["64-true"] = fit_both(gpt, *given, precision="64-true")
+    return found
 
 
 @pytest.mark.parametrize(("world_size", "bucket_numel"), [(2, 300), (4, None)])
