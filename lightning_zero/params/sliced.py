@@ -349,14 +349,6 @@ def owner_of(root: nn.Module) -> SlicedParameters | None:
 
 
 @contextmanager
-def held_whole(root: nn.Module | None) -> Iterator[None]:
-    """While inside, the parameters of a sliced model are whole together; writes are kept."""
-    slices = None if root is None else owner_of(root)
-    with nullcontext() if root is None or slices is None else slices.held(root.parameters()):
-        yield
-
-
-@contextmanager
 def opened(root: nn.Module | None) -> Iterator[None]:
     """While inside, a sliced model may be loaded, module by module."""
     slices = None if root is None else owner_of(root)

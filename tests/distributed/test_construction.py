@@ -11,10 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_zero import ShardGroups, ZeroEngine, ZeroOptions, load_state_dict_streamed
+from lightning_zero import (
+    ShardGroups,
+    ZeroEngine,
+    ZeroOptions,
+    full_params,
+    load_state_dict_streamed,
+)
 from lightning_zero.comm.collectives import NativeCollectives
 from lightning_zero.params.bucket import is_placeholder
-from lightning_zero.params.sliced import held_whole, owner_of
+from lightning_zero.params.sliced import owner_of
 from lightning_zero.partition import construction
 from tests.helpers.builders import BUILDERS, GPT, batch_norm, gpt, unregistered
 from tests.helpers.models import weights
@@ -43,7 +49,7 @@ def built(build, groups, bucket_numel=64):
 
 
 def whole_weights(root):
-    with held_whole(root):
+    with full_params(root):
         return weights(root)
 
 

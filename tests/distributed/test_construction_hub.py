@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_zero import ShardGroups, ZeroEngine, ZeroOptions, ZeroStrategy
+from lightning_zero import ShardGroups, ZeroEngine, ZeroOptions, ZeroStrategy, full_params
 from lightning_zero.params.bucket import is_placeholder
-from lightning_zero.params.sliced import held_whole
 from lightning_zero.partition import construction
 from tests.helpers.models import equal, trainer, weights
 from tests.helpers.peak import counted_peak
@@ -71,7 +70,7 @@ def one_model(name, folder, groups, file_numel):
         root.net = make(name, folder)
     numels = [p.numel() for p in root.parameters()]
     sliced = all(is_placeholder(p) for p in root.parameters())
-    with held_whole(root):
+    with full_params(root):
         is_equal = equal(weights(root.net), expected)
     engine = ZeroEngine(root, [], options, groups)
     bucket = max(bucket.layout.padded_numel for bucket in engine.buckets)
