@@ -34,7 +34,7 @@ from lightning_zero.held import TrustedWrites, Wanted
 from lightning_zero.memory.measure import ModelStateBytes
 from lightning_zero.observe.recorder import Recorder
 from lightning_zero.params.bucket import explain_refused_write
-from lightning_zero.params.sliced import leave, opened
+from lightning_zero.params.sliced import opened
 from lightning_zero.params.units import LeafModule
 from lightning_zero.partition import broadcast_module, construction
 from lightning_zero.plan.layout import ShardBy
@@ -265,9 +265,7 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._engine is None:
-            leave(self.lightning_module)
-        else:
+        if self._engine is not None:
             self._engine.abort_step()
             explain_refused_write(exception, WRITE_IN_STEP)
 

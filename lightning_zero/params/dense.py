@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-CHECKSUM_CHUNK_NUMEL = 2**11
-"""Summing converts a chunk to 64 bits, which may not count against the memory of a rank."""
 FINGERPRINT_CHUNK_NUMEL = 2**16
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -51,10 +49,15 @@ def fingerprint(flat: Tensor) -> int:
 
 
 def checksum(flat: Tensor) -> int:
-    """A number that tells tensors of other bits apart; 1-D of any real dtype."""
-    bits = flat.view(_INTEGER[flat.element_size()])
-    chunk_numel = CHECKSUM_CHUNK_NUMEL if flat.device.type == "cpu" else 2**22
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for chunk in torch.split(bits, chunk_numel):
-        total += chunk.sum(dtype=torch.int64)
+    """A number that tells tensors of other bits apart, without memory for a copy.
+
+    Args:
+        flat: 1-D of any real dtype.
+    """
+    in_word = 8 // flat.element_size()
+    first = min(flat.numel(), -flat.storage_offset() % in_word)
+    last = first + (flat.numel() - first) // in_word * in_word
+    total = flat[first:last].view(torch.int64).sum()
+    for rest in (flat[:first], flat[last:]):
+        total = total + rest.view(_INTEGER[flat.element_size()]).sum()
     return int(total)

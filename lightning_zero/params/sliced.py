@@ -362,10 +362,3 @@ def watch_again(owner: SlicedParameters, root: nn.Module) -> None:
         own = parameter_dict.plain(module).values()
         if any(parameter is not None and owner.holds(parameter) for parameter in own):
             owner.watch(module)
-
-
-def leave(root: nn.Module | None) -> None:
-    """Let a sliced model be, after an error: what is away stays so, and reads as NaN."""
-    slices = None if root is None else owner_of(root)
-    if root is not None and slices is not None:
-        slices.unwatch(root.modules())

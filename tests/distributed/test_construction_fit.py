@@ -364,11 +364,18 @@ def test_a_model_that_fits_into_no_process(tmp_path):
 
 
 class Faulty(Tokens):
-    """Fails while its net is built; ``parts`` is what it had by then."""
+    """Fails when its net has been built."""
 
     def configure_model(self):
         super().configure_model()
         raise ValueError("the configuration names no such model")
+
+
+class Untrained(Tokens):
+    """Fails when its net is sharded."""
+
+    def configure_optimizers(self):
+        raise ValueError("no such optimizer")
 
 
 def faulty(folder):
@@ -384,11 +391,19 @@ def faulty(folder):
         second = str(error)
     module.net = None
     trainer(ZeroStrategy(3), 2).fit(module)
-    return first, second, len(module.losses)
+    other = Untrained(gpt, folder)
+    try:
+        trainer(ZeroStrategy(3), 2).fit(other)
+    except ValueError as error:
+        third = str(error)
+    other.__class__ = Tokens
+    trainer(ZeroStrategy(3), 2).fit(other)
+    return first, second, third, len(module.losses), len(other.losses)
 
 
 def test_error_in_configure_model(tmp_path):
-    for first, second, steps in run_ranks(faulty, 2, str(tmp_path)):
+    for first, second, third, *steps in run_ranks(faulty, 2, str(tmp_path)):
         assert first == "the configuration names no such model"
         assert "'net.position' has no values" in second
-        assert steps == 5
+        assert third == "no such optimizer"
+        assert steps == [5, 5]
