@@ -76,7 +76,11 @@ def is_registering(depth: int) -> bool:
     Args:
         depth: Calls between the caller and the function that registers, if it is this one.
     """
-    return sys._getframe(depth + 1).f_code is nn.Module.register_parameter.__code__
+    try:
+        caller = sys._getframe(depth + 1)
+    except ValueError:  # there are not so many calls
+        return False
+    return caller.f_code is nn.Module.register_parameter.__code__
 
 
 def tensor_users(tensor: torch.Tensor) -> int:

@@ -13,7 +13,7 @@ from torch.utils.weak import TensorWeakRef
 
 from lightning_zero import _compat
 from lightning_zero.params.bucket import blanks
-from lightning_zero.params.dense import checksum, dense_stride, flatten
+from lightning_zero.params.dense import checksum, dense_stride, flatten, same_bits
 from lightning_zero.plan.slices import slice_numel, slice_range
 
 
@@ -195,7 +195,7 @@ class Slice:
         Raises:
             RuntimeError: Somebody has; it would be lost.
         """
-        if not torch.equal(self._blank, self._blank_value) and not self._blank.isnan().all():
+        if not same_bits(self._blank, self._blank_value):
             raise RuntimeError(
                 f"{self} was written to while its values were spread over the ranks, so the write"
                 " is lost. Take the parameter from its module right before it is written to"
@@ -204,7 +204,8 @@ class Slice:
 
     def _is_converted(self, parameter: nn.Parameter) -> bool:
         if parameter.is_floating_point():
-            return bool(parameter.isnan().all())
+            is_short = parameter.element_size() == 1  # for which torch has no isnan
+            return bool((parameter.float() if is_short else parameter).isnan().all())
         return parameter.device != self._blank.device and bool(
             (parameter == self._blank_value.to(parameter.device)).all()
         )

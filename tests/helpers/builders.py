@@ -121,6 +121,7 @@ def odd_parameters(root: nn.Module) -> None:
     root.one_one = nn.Parameter(torch.randn(1, 1))
     root.whole_numbers = nn.Parameter(torch.randint(9, (6, 7)), requires_grad=False)
     root.bits_one = nn.Parameter(torch.rand(50) > 0.5, requires_grad=False)
+    root.tiny_one = nn.Parameter(torch.randn(8, 9).to(torch.float8_e4m3fn), requires_grad=False)
     root.short_one = nn.Parameter(torch.randn(5, 9).bfloat16())
     root.double_one = nn.Parameter(torch.randn(5, 9).double())
     root.transposed = nn.Parameter(torch.randn(6, 8).t())

@@ -119,6 +119,20 @@ def test_slice_follows_a_conversion_and_takes_new_values():
     assert parameter.isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.bool, torch.int64])
+def test_slices_of_any_dtype(dtype):
+    values = torch.tensor([1.0, 0, 2, 0, 1, 1, 0]).to(dtype)
+    parameter = nn.Parameter(values.clone(), requires_grad=False)
+    known = Slice(parameter, "x", 1)
+    known.cut(0, 2)
+    known.check_untouched()
+    assert torch.equal(known.values.float(), values[:4].float())
+    known.seal()
+    known.follow(0, 2)
+    known.join(torch.cat([values, values[:1]]), was_equal=False)
+    assert torch.equal(parameter.float(), values.float())
+
+
 def test_a_write_to_an_absent_parameter_is_found():
     parameter = nn.Parameter(torch.ones(6))
     known = Slice(parameter, "Linear.weight", 1)
@@ -180,6 +194,7 @@ def test_a_name_that_is_looked_up_to_register_it_is_no_read():
     assert seen == [True]
     assert module.weight.shape == (2,)
     assert seen == [True, False]
+    assert not _compat.is_registering(depth=10**6)
 
 
 # Meta modules.
