@@ -163,7 +163,7 @@ class CollectiveReads(ShardReads):
 
 
 class _Request(NamedTuple):
-    source: int
+    peer: int
     key: int
     version: int
     tag: int
@@ -182,9 +182,7 @@ class MessageReads(ShardReads):
         self._group = group
         self._timeout = timeout
         # Each rank begins with its right neighbour, so that no rank is everybody's first.
-        order = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        self._peers = [(peer, dist.get_global_rank(group, peer)) for peer in order]
-        self._rank_of = {source: peer for peer, source in self._peers}
+        self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         self._changed = threading.Condition()
         self._version = 0
         self._shards: MutableMapping[int, Tensor] = {}
@@ -220,32 +218,31 @@ class MessageReads(ShardReads):
         """See the base class."""
         self._tag = self._tag % (_REQUEST_TAG - 1) + 1
         numel = shard.numel()
-        parts = {peer: flat[peer * numel : (peer + 1) * numel] for peer, _ in self._peers}
+        parts = {peer: flat[peer * numel : (peer + 1) * numel] for peer in self._peers}
         landing = parts
         if flat.device.type != "cpu":
             landing = {peer: torch.empty_like(part, device="cpu") for peer, part in parts.items()}
         works = []
-        for peer, source in self._peers:
+        for peer in self._peers:
             with _from(peer):
-                work = dist.irecv(landing[peer], source, group=self._group, tag=self._tag)
-                works.append((peer, work))
-        for peer, source in self._peers:
+                works.append((peer, self._group.recv([landing[peer]], peer, self._tag)))
+        for peer in self._peers:
             with _from(peer):
-                self._send(source, torch.tensor([_READ, key, self._version, self._tag]))
+                self._send(peer, torch.tensor([_READ, key, self._version, self._tag]))
         return _Read(self.rank, works, parts, landing, self._timeout)
 
     def fence(self, reason: str, note: int = 0) -> list[int]:
         """See the base class."""
         code = _code(reason)
-        for _, source in self._peers:
-            self._send(source, torch.tensor([_FENCE, code, self._version, note]))
+        for peer in self._peers:
+            self._send(peer, torch.tensor([_FENCE, code, self._version, note]))
         with self._changed:
             arrived = self._fences[self._version]
             self._changed.wait_for(
                 lambda: len(arrived) == len(self._peers) or self._failure is not None,
                 self._timeout.total_seconds(),
             )
-            missing = [peer for peer, _ in sorted(self._peers) if peer not in arrived]
+            missing = [peer for peer in sorted(self._peers) if peer not in arrived]
             others = [peer for peer, (theirs, _) in sorted(arrived.items()) if theirs != code]
             failure = self._failure
             if not missing:
@@ -294,13 +291,17 @@ class MessageReads(ShardReads):
         message = torch.empty(4, dtype=torch.int64)
         try:
             while True:
-                source = dist.recv(message, group=self._group, tag=_REQUEST_TAG)
+                # The group's own methods: each call that lets go of the interpreter's lock may
+                # have to wait for it again, while the main thread waits for this one's.
+                work = self._group.recv_anysource([message], _REQUEST_TAG)
+                work.wait()
                 kind, first, version, last = message.tolist()
+                peer = int(work._source_rank())
                 with self._changed:
                     if kind == _READ:
-                        self._answer(_Request(source, first, version, last))
+                        self._answer(_Request(peer, first, version, last))
                     else:
-                        self._fences[version][self._rank_of[source]] = (first, last)
+                        self._fences[version][peer] = (first, last)
                         self._changed.notify_all()
         except Exception as error:  # told to whoever waits; raising in a thread helps nobody
             with self._changed:
@@ -312,17 +313,17 @@ class MessageReads(ShardReads):
             self._early.append(request)
             return
         if request.version < self._version:
-            raise AssertionError(f"rank {request.source} reads what it has said to have read")
+            raise AssertionError(f"rank {request.peer} reads what it has said to have read")
         shard = self._shards.get(request.key)
         if shard is None:  # given up after an error; the reader's own deadline tells it so
             return
         self.sent_nbytes += shard.nbytes
         shard = shard if shard.device.type == "cpu" else shard.cpu()
-        work = dist.isend(shard, request.source, group=self._group, tag=request.tag)
+        work = self._group.send([shard], request.peer, request.tag)
         self._answers.append((work, shard))
 
-    def _send(self, source: int, message: Tensor) -> None:
-        work = dist.isend(message, source, group=self._group, tag=_REQUEST_TAG)
+    def _send(self, peer: int, message: Tensor) -> None:
+        work = self._group.send([message], peer, _REQUEST_TAG)
         self._messages.append((work, message))
         if len(self._messages) > MAX_UNCHECKED_MESSAGES:  # it has arrived long before that
             self._messages.popleft()[0].wait(self._timeout)

@@ -320,7 +320,7 @@ class ParameterCoordinator:
         self.residency.make_room(bucket, free, self.passes.next_use)
 
     def _prefetch(self, current: ParameterBucket, is_backward: bool, direction: str) -> None:
-        """Start what comes next, as far ahead as is wanted and as fits."""
+        """Start what comes next, as far ahead as is wanted and as fits; what is here is no step."""
         seen = {current.layout.index}
         ahead_numel = 0
         for index in self.passes.upcoming(is_backward):
@@ -328,9 +328,11 @@ class ParameterCoordinator:
                 continue
             seen.add(index)
             bucket = self.buckets[index]
+            if bucket.status is ParamStatus.AVAILABLE:
+                continue
             numel = bucket.layout.padded_numel
             ahead_numel += numel
-            if ahead_numel > (self._prefetch_numel or 0) and len(seen) > 2:
+            if ahead_numel > (self._prefetch_numel or 0) and ahead_numel > numel:
                 return
             if bucket.status is ParamStatus.NOT_AVAILABLE:
                 if numel > self.residency.room_numel():
