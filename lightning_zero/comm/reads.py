@@ -9,6 +9,13 @@ Shards change only between two *versions*. To change them, all ranks meet at a f
 all my reads"), change their shards, and publish the next version. A read of a version that is not
 out yet is answered when it is. So no read is torn, or of a mixture of two versions, and it never
 waits for more than the optimizer step of the rank that it reads from.
+
+[Note: offered reads]
+Steps are alike, so most reads can be foreseen: as many of each bucket as in the two versions
+before, if all ranks have read alike there. They are *offered* when a version is published: the
+sends are posted, and each goes when its reader posts the receive, without a request, and without
+the interpreter of this process. What a rank does not read of them, it receives at the fence and
+drops.
 """
 
 from __future__ import annotations
@@ -16,7 +23,7 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -32,8 +39,11 @@ UNANSWERED_TIMEOUT = timedelta(days=365)
 """The thread waits for requests as long as the process lives."""
 
 MAX_UNCHECKED_MESSAGES = 64
+MAX_OFFERED_KEYS, MAX_OFFERED_READS = 2**12, 2**5
+"""Buckets, and reads of each, that can be offered; the rest is requested."""
+
 _READ, _FENCE = 1, 2
-_REQUEST_TAG = 2**30  # answers use the tags below it
+_REQUEST_TAG = 2**30  # answers use the tags below it, offers those above it
 
 
 class ShardReads(ABC):
@@ -188,7 +198,11 @@ class MessageReads(ShardReads):
         self._shards: MutableMapping[int, Tensor] = {}
         self._is_open = False
         self._early: list[_Request] = []
-        self._fences: defaultdict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
+        self._fences: defaultdict[int, dict[int, tuple[int, int, int]]] = defaultdict(dict)
+        self._counts: Counter[int] = Counter()
+        self._agreed_counts: Counter[int] = Counter()
+        self._offered: Counter[int] = Counter()
+        self._offers: list[Any] = []
         self._failure: Exception | None = None
         self._answers: deque[tuple[Any, Tensor]] = deque()
         self._messages: deque[tuple[Any, Tensor]] = deque()
@@ -216,7 +230,11 @@ class MessageReads(ShardReads):
 
     def all_gather(self, flat: Tensor, shard: Tensor, key: int) -> Handle:
         """See the base class."""
-        self._tag = self._tag % (_REQUEST_TAG - 1) + 1
+        place, self._counts[key] = self._counts[key], self._counts[key] + 1
+        is_offered = place < self._offered[key]
+        if not is_offered:
+            self._tag = self._tag % (_REQUEST_TAG - 1) + 1
+        tag = _offer_tag(key, place) if is_offered else self._tag
         numel = shard.numel()
         parts = {peer: flat[peer * numel : (peer + 1) * numel] for peer in self._peers}
         landing = parts
@@ -225,17 +243,19 @@ class MessageReads(ShardReads):
         works = []
         for peer in self._peers:
             with _from(peer):
-                works.append((peer, self._group.recv([landing[peer]], peer, self._tag)))
-        for peer in self._peers:
+                works.append((peer, self._group.recv([landing[peer]], peer, tag)))
+        for peer in () if is_offered else self._peers:
             with _from(peer):
-                self._send(peer, torch.tensor([_READ, key, self._version, self._tag]))
+                self._send(peer, torch.tensor([_READ, key, self._version, tag, 0]))
         return _Read(self.rank, works, parts, landing, self._timeout)
 
     def fence(self, reason: str, note: int = 0) -> list[int]:
         """See the base class."""
         code = _code(reason)
+        self._take_in_offers()
+        digest = hash(tuple(sorted(self._counts.items())))
         for peer in self._peers:
-            self._send(peer, torch.tensor([_FENCE, code, self._version, note]))
+            self._send(peer, torch.tensor([_FENCE, code, self._version, note, digest]))
         with self._changed:
             arrived = self._fences[self._version]
             self._changed.wait_for(
@@ -243,7 +263,7 @@ class MessageReads(ShardReads):
                 self._timeout.total_seconds(),
             )
             missing = [peer for peer in sorted(self._peers) if peer not in arrived]
-            others = [peer for peer, (theirs, _) in sorted(arrived.items()) if theirs != code]
+            others = [peer for peer, (theirs, *_) in sorted(arrived.items()) if theirs != code]
             failure = self._failure
             if not missing:
                 del self._fences[self._version]
@@ -262,7 +282,13 @@ class MessageReads(ShardReads):
             )
         while self._answers:  # who comes to the fence has received what it had asked for
             self._answers.popleft()[0].wait(self._timeout)
-        notes = {peer: theirs for peer, (_, theirs) in arrived.items()} | {self.rank: note}
+        for work in self._offers:
+            work.wait(self._timeout)
+        self._offers = []
+        offered = sum(self._shards[key].nbytes * n for key, n in self._offered.items())
+        self.sent_nbytes += offered * len(self._peers)
+        self._foresee(all(theirs == digest for _, _, theirs in arrived.values()))
+        notes = {peer: theirs for peer, (_, theirs, _) in arrived.items()} | {self.rank: note}
         return [notes[rank] for rank in range(self.world_size)]
 
     def publish(self) -> None:
@@ -274,10 +300,41 @@ class MessageReads(ShardReads):
             early, self._early = self._early, []
             for request in early:
                 self._answer(request)
+            self._offers = [
+                self._group.send([self._shards[key]], peer, _offer_tag(key, place))
+                for key, count in self._offered.items()
+                for place in range(count)
+                for peer in self._peers
+            ]
+
+    def _foresee(self, is_agreed: bool) -> None:
+        """What to offer of the next version, see [Note: offered reads]."""
+        counts = self._counts if is_agreed else Counter[int]()
+        both = counts & self._agreed_counts
+        self._agreed_counts, self._counts = counts, Counter()
+        self._offered = Counter(
+            {
+                key: min(count, MAX_OFFERED_READS)
+                for key, count in both.items()
+                if key < MAX_OFFERED_KEYS and self._shards[key].device.type == "cpu"
+            }
+        )
+
+    def _take_in_offers(self) -> None:
+        """Receive and drop what was offered to this rank and not read."""
+        for key, count in self._offered.items():
+            shard = self._shards[key]
+            for place in range(self._counts[key], count):
+                for peer in self._peers:
+                    work = self._group.recv([torch.empty_like(shard)], peer, _offer_tag(key, place))
+                    with _from(peer):
+                        work.wait(self._timeout)
 
     def close(self) -> None:
         """See the base class."""
         self.fence("end of training or evaluation")
+        for counter in (self._offered, self._agreed_counts, self._counts):
+            counter.clear()
         with self._changed:
             self._shards, self._is_open = {}, False
 
@@ -288,20 +345,20 @@ class MessageReads(ShardReads):
 
     def _serve(self) -> None:
         """Answer the other ranks until the process ends, or one of them does."""
-        message = torch.empty(4, dtype=torch.int64)
+        message = torch.empty(5, dtype=torch.int64)
         try:
             while True:
                 # The group's own methods: each call that lets go of the interpreter's lock may
                 # have to wait for it again, while the main thread waits for this one's.
                 work = self._group.recv_anysource([message], _REQUEST_TAG)
                 work.wait()
-                kind, first, version, last = message.tolist()
+                kind, first, version, last, digest = message.tolist()
                 peer = int(work._source_rank())
                 with self._changed:
                     if kind == _READ:
                         self._answer(_Request(peer, first, version, last))
                     else:
-                        self._fences[version][peer] = (first, last)
+                        self._fences[version][peer] = (first, last, digest)
                         self._changed.notify_all()
         except Exception as error:  # told to whoever waits; raising in a thread helps nobody
             with self._changed:
@@ -369,6 +426,10 @@ def make_reads(timeout: timedelta) -> ShardReads:
         timeout: Longest wait for another rank.
     """
     return MessageReads(dist.new_group(backend="gloo", timeout=UNANSWERED_TIMEOUT), timeout)
+
+
+def _offer_tag(key: int, place: int) -> int:
+    return _REQUEST_TAG + 1 + key * MAX_OFFERED_READS + place
 
 
 def _code(reason: str) -> int:
