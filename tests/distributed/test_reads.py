@@ -88,6 +88,44 @@ def test_versions_never_mix_whoever_reads_when(world_size):
         assert sent == 4 * NUMEL * sum(counts[:rank] + counts[rank + 1 :])
 
 
+def reads_that_are_foreseen():
+    """Ranks read alike for some versions, then one of them reads less, another one more."""
+    reads = connected(20)
+    shards = {key: torch.full((NUMEL,), value(reads.rank, key, 0)) for key in range(KEYS)}
+    reads.open(shards)
+    counts = [{0: 2, 1: 1}] * 5  # of each key, by version
+    counts += [{0: 2 - (reads.rank == 0), 1: 1 + (reads.rank == 1), 2: reads.rank}]
+    counts += [{0: 2, 1: 1}] * 5
+    wrong, offered = [], []
+    for version, wanted in enumerate(counts):
+        offered.append(dict(reads._offered))
+        for key, count in wanted.items():
+            for _ in range(count):
+                handle, flat = read_whole(reads, key, version)
+                handle.wait()
+                if not is_of(flat, key, version, reads.world_size):
+                    wrong.append((version, key))
+        with reads.update("test"):
+            for key, shard in shards.items():
+                shard.fill_(value(reads.rank, key, version + 1))
+    sent = reads.sent_nbytes
+    reads.close()
+    return wrong, offered, sent
+
+
+def test_reads_are_offered_once_two_versions_were_alike_on_all_ranks():
+    found = run_ranks(reads_that_are_foreseen, 2)
+    alike = {0: 2, 1: 1}
+    for wrong, offered, _ in found:
+        assert wrong == []
+        # The sixth version is not alike, so nothing is foreseen until there are two more.
+        assert offered == [{}, {}, *[alike] * 4, {}, {}, *[alike] * 3]
+    # Rank 0 leaves one read out and takes it in unread; rank 1 reads two more.
+    usual = 4 * NUMEL * 3 * 11
+    assert found[1][2] == usual
+    assert found[0][2] == usual + 4 * NUMEL * 2
+
+
 def failing_fences():
     reads = connected(1.5)
     reads.open({0: torch.zeros(4)})
