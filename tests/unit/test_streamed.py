@@ -81,17 +81,13 @@ def test_names_and_shapes_must_fit():
     net = Net()
     before = net.token.weight.clone()
     wrong = {**state, "more": torch.ones(2), "scratch": torch.ones(2)}
-    with pytest.raises(
-        RuntimeError, match=r"into Net: unexpected: \['more', 'scratch'\]"
-    ):
+    with pytest.raises(RuntimeError, match=r"into Net: unexpected: \['more', 'scratch'\]"):
         load_state_dict_streamed(net, wrong)
     load_state_dict_streamed(net, wrong, strict=False)
     assert not torch.equal(net.token.weight, before)
     for name in ("body.0.bias", "again.bias"):
         del state[name]
-    with pytest.raises(
-        RuntimeError, match=r"missing: \['body.0.bias', 'again.bias'\] \(st"
-    ):
+    with pytest.raises(RuntimeError, match=r"missing: \['body.0.bias', 'again.bias'\] \(st"):
         load_state_dict_streamed(net, state)
     load_state_dict_streamed(net, state, strict=False)
     state["token.weight"] = torch.ones(7, 6)
