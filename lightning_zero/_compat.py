@@ -89,6 +89,11 @@ def tensor_users(tensor: torch.Tensor) -> int:
     return int(untyped._use_count())
 
 
+def source_rank(work: Any) -> int:
+    """From which rank of the group a message of any source has come."""
+    return int(work._source_rank())
+
+
 class NodeHandle:
     """Handle of a hook on a node of the graph, and what keeps that node alive."""
 

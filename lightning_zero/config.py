@@ -136,6 +136,7 @@ class ZeroOptions:
                     "leaf_modules must be a list of module classes and names, got"
                     f" {self.leaf_modules!r}"
                 )
+        self.leaf_modules = tuple(self.leaf_modules)
 
     @property
     def prefetch_options(self) -> PrefetchOptions:

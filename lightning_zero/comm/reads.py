@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero import _compat
 from lightning_zero.comm.api import Collectives, Done, Handle
 
 UNANSWERED_TIMEOUT = timedelta(days=365)
@@ -353,7 +354,7 @@ class MessageReads(ShardReads):
                 work = self._group.recv_anysource([message], _REQUEST_TAG)
                 work.wait()
                 kind, first, version, last, digest = message.tolist()
-                peer = int(work._source_rank())
+                peer = _compat.source_rank(work)
                 with self._changed:
                     if kind == _READ:
                         self._answer(_Request(peer, first, version, last))

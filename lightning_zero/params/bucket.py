@@ -201,6 +201,7 @@ class ParameterBucket:
         # Python, and the node that accumulates its gradient, hold a parameter at any time.
         return any(_compat.tensor_users(p) > 1 + p.requires_grad for p in self.parameters)
 
+    @property
     def is_referred(self) -> bool:
         """Whether there are more references to a parameter than between passes."""
         found = self._references()

@@ -142,7 +142,8 @@ class ParameterCoordinator:
             bucket.wait()
             return
         if not self.is_in_step:
-            self.visits.bring(bucket)
+            if not self._is_held or bucket.status is not ParamStatus.AVAILABLE:
+                self.visits.bring(bucket)
             return
         if bucket.status is ParamStatus.NOT_AVAILABLE:
             self.passes.report.fetched_on_access += 1
@@ -315,7 +316,7 @@ class ParameterCoordinator:
             and other.status is not ParamStatus.NOT_AVAILABLE
             and not self._is_in_use(other)
             and (other.status is ParamStatus.INFLIGHT or not other.is_aliased())
-            and not other.is_referred()
+            and not other.is_referred
         )
         self.residency.make_room(bucket, free, self.passes.next_use)
 
@@ -358,4 +359,4 @@ class ParameterCoordinator:
         """In backward, no gradient tells when a frozen bucket is not needed any more."""
         if self.passes.tracers[TRAINING].trace is not None:
             others = [bucket for bucket in self._frozen if bucket is not current]
-            self._release_unused([bucket for bucket in others if not bucket.is_referred()])
+            self._release_unused([bucket for bucket in others if not bucket.is_referred])
