@@ -28,6 +28,7 @@ from lightning_zero.batches import EvenBatches, UnevenBatches
 from lightning_zero.callbacks import StepObserver, TraceLog
 from lightning_zero.checkpoint.sliced import resting_state_dict
 from lightning_zero.comm import ShardGroups
+from lightning_zero.comm.groups import DEFAULT_TIMEOUT
 from lightning_zero.config import GatherBy, ZeroOptions
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.held import TrustedWrites, Wanted
@@ -45,7 +46,6 @@ WRITE_IN_STEP = (
     "at stage 3 its values are only there while a step runs. Write to it in the step, or inside"
     " `with trainer.strategy.full_params(module, writeback=True):`."
 )
-DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class ZeroStrategy(DDPStrategy):
@@ -368,9 +368,9 @@ class ZeroStrategy(DDPStrategy):
         return self._engine.coordinator.passes.report.metrics()
 
     def _log_trace(self) -> None:
-        module = self.lightning_module
-        if module is not None and self.trace_counts:
-            self._trace_log.log(_compat.trainer_of(module), self.trace_counts)
+        module, counts = self.lightning_module, self.trace_counts
+        if module is not None and counts:
+            self._trace_log.log(_compat.trainer_of(module), counts)
 
     # Checkpoints.
 

@@ -248,7 +248,7 @@ class MessageReads(ShardReads):
         for peer in () if is_offered else self._peers:
             with _from(peer):
                 self._send(peer, torch.tensor([_READ, key, self._version, tag, 0]))
-        return _Read(self.rank, works, parts, landing, self._timeout)
+        return _Read(works, parts, landing, self._timeout)
 
     def fence(self, reason: str, note: int = 0) -> list[int]:
         """See the base class."""
@@ -392,13 +392,12 @@ class _Read:
 
     def __init__(
         self,
-        rank: int,
         works: list[tuple[int, Any]],
         parts: dict[int, Tensor],
         landing: dict[int, Tensor],
         timeout: timedelta,
     ) -> None:
-        self._rank, self._works, self._timeout = rank, works, timeout
+        self._works, self._timeout = works, timeout
         self._parts, self._landing = parts, landing
 
     def wait(self, timeout: timedelta | None = None) -> None:

@@ -70,6 +70,8 @@ class ParameterCoordinator:
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
         self._comes_and_goes = bool(coming)
         self._frozen = [b for b in coming if not b.parameters[0].requires_grad]
+        # Whose references are asked for: what the bound, or else backward, may give back any time.
+        self._counted = self._frozen if options.max_live_numel is None else coming
         self._prefetch_numel = options.prefetch_numel if overlap_comm else 0
         reuse_numel = options.reuse_distance_numel
         if reuse_numel is None:  # room for one more bucket there is only with overlap
@@ -283,7 +285,7 @@ class ParameterCoordinator:
         if self._comes_and_goes:
             if self.passes.end():
                 self.release_all()
-            for bucket in self.residency.by_storage.values():
+            for bucket in self._counted:
                 bucket.note_references()
             self.passes.begin(TRAINING if is_training else EVALUATION)
         if is_training:

@@ -177,15 +177,10 @@ class Residency:
             note: A number for the others to see.
         """
         for bucket in self.buckets.values():
-            if not bucket.is_resident:
-                self.wait_if_inflight(bucket)
+            if not bucket.is_resident and bucket.status is ParamStatus.INFLIGHT:
+                self.wait(bucket)
         with self.shards.update(reason, note) as notes:
             yield notes
-
-    def wait_if_inflight(self, bucket: ParameterBucket) -> None:
-        """End a read that is under way."""
-        if bucket.status is ParamStatus.INFLIGHT:
-            self.wait(bucket)
 
     def forget_bucket(self, bucket: ParameterBucket) -> None:
         """A bucket that is whole is dissolved."""
