@@ -31,7 +31,7 @@ from lightning_zero.comm.reads import OwnReads
 from lightning_zero.config import ZeroOptions
 from lightning_zero.grads.reducer import GradientReducer
 from lightning_zero.held import HeldParameters, Wanted, parameters_in
-from lightning_zero.memory.host import keep_freed_memory
+from lightning_zero.memory.host import give_freed_memory_back, keep_freed_memory
 from lightning_zero.memory.measure import ModelStateBytes, storage_nbytes
 from lightning_zero.memory.pool import BufferPool
 from lightning_zero.observe.recorder import SILENT, Recorder
@@ -122,7 +122,8 @@ class ZeroEngine:
             self._names, optimizers, self.table, self._agreement, groups.control
         )
         if optimizers and self.device.type == "cpu":
-            keep_freed_memory()
+            # What was built sharded, and was not made whole, does not fit into memory whole.
+            (keep_freed_memory if parts.slices is None else give_freed_memory_back)()
         self._buffer_sync = BufferSync(module, groups.control) if optimizers else None
         self._saved_tensors = SavedTensors(self.coordinator)
         self._hooks: ModuleHooks | None = ModuleHooks(

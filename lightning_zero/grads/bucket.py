@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.memory.host import large_blocks_apart
 from lightning_zero.plan.layout import BucketLayout
 
 IDLE_STEPS_UNTIL_ABSENT = 3
@@ -64,9 +65,10 @@ class GradientBucket:
         """Averaged gradient of this rank's shard, 1-D [S]; arbitrary content at first."""
         if self._shard_grad is None:
             first = self.parameters[0]
-            self._shard_grad = torch.zeros(
-                self.layout.shard_numel, dtype=self.shard_dtype, device=first.device
-            )
+            with large_blocks_apart():  # it stays where buffers of this backward go
+                self._shard_grad = torch.zeros(
+                    self.layout.shard_numel, dtype=self.shard_dtype, device=first.device
+                )
             self._faces = [self._make_face(slot) for slot in range(len(self.parameters))]
         return self._shard_grad
 

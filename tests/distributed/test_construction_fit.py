@@ -342,7 +342,7 @@ def fit_sharded(folder, spare_nbytes):
 
 def test_a_model_that_fits_into_no_process(tmp_path):
     full_nbytes = BIG_DEPTH * BIG_NUMEL * 4
-    spare_nbytes = int(0.93 * full_nbytes)
+    spare_nbytes = int(0.75 * full_nbytes)  # a quarter is gradients, a quarter weights
     assert run_ranks(build_whole, 1, 2 * full_nbytes) == ["fits"]
     assert re.search("memory|allocate", run_ranks(build_whole, 1, spare_nbytes)[0])
     run_ranks(fit_sharded, 4, str(tmp_path), spare_nbytes, timeout_s=90)
