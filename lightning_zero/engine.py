@@ -319,6 +319,7 @@ class ZeroEngine:
         """
         if self._hooks is None:
             return
+        self._reducer.close()  # frees the gradients, before more is taken
         slices = self._slices
         if slices is not None and not fits_whole(self._buckets, self.groups):
             self._close_sharded(slices)
