@@ -27,11 +27,11 @@ from lightning_zero.grads.bucket import GradientBucket
 from lightning_zero.memory.pool import BufferPool
 from lightning_zero.observe.recorder import SILENT, Recorder, Span
 
-MAX_IN_FLIGHT = 1
+MAX_IN_FLIGHT = 2
 """Buckets whose reduction may be under way while the next one is collected.
 
-More would hide no more: the next one has left before compute has filled another. Fewer buffers are
-also fewer pages that the system has to hand out anew in each backward.
+With one, a slow link has nothing to do while compute fills the next. More would hide no more, and
+fewer buffers are fewer pages that the system has to hand out.
 """
 
 

@@ -14,7 +14,7 @@ class PrefetchOptions:
     """
 
     prefetch_numel: int | None = None
-    """How far ahead of use buckets are fetched; 0 for never, None for one bucket."""
+    """How far ahead of use buckets are fetched; 0 for never, None for two buckets."""
 
     max_live_numel: int | None = None
     """Most elements of full parameters in memory at any time, a hard bound; None for no bound."""

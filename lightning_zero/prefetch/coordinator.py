@@ -33,6 +33,10 @@ from lightning_zero.prefetch.residency import Residency
 from lightning_zero.prefetch.visits import Visits
 
 
+AHEAD_COUNT = 2
+"""Buckets that are fetched ahead if nothing is said: over a slow link one is not enough."""
+
+
 class _Frame:
     """A unit, or a whole forward, that is running."""
 
@@ -325,7 +329,7 @@ class ParameterCoordinator:
     def _prefetch(self, current: ParameterBucket, is_backward: bool, direction: str) -> None:
         """Start what comes next, as far ahead as is wanted and as fits; what is here is no step."""
         seen = {current.layout.index}
-        ahead_numel = 0
+        ahead_count = ahead_numel = 0
         for index in self.passes.upcoming(is_backward):
             if index in seen:
                 continue
@@ -335,14 +339,19 @@ class ParameterCoordinator:
                 continue
             numel = bucket.layout.padded_numel
             ahead_numel += numel
-            if ahead_numel > (self._prefetch_numel or 0) and ahead_numel > numel:
+            ahead_count += 1
+            if self._is_far(ahead_count, ahead_numel):
                 return
             if bucket.status is ParamStatus.NOT_AVAILABLE:
                 if numel > self.residency.room_numel():
                     return
                 self.residency.start(bucket, direction, is_ahead=True)
-            if self._prefetch_numel is None:
-                return
+
+    def _is_far(self, ahead_count: int, ahead_numel: int) -> bool:
+        """Whether a bucket is too far ahead; the next one never is."""
+        if self._prefetch_numel is None:
+            return ahead_count > AHEAD_COUNT
+        return ahead_count > 1 and ahead_numel > self._prefetch_numel
 
     def _release_unused(self, buckets: Iterable[ParameterBucket], is_forced: bool = False) -> None:
         if self._is_held or not self._comes_and_goes:
