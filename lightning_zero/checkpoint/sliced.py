@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_zero.memory.spool import gathering
 from lightning_zero.params.sliced import owner_of
 
 
@@ -26,11 +27,16 @@ def resting_state_dict(module: nn.Module) -> dict[str, Any]:
     for name, value in state.items():
         if isinstance(value, Tensor):
             names.setdefault(value.data_ptr(), []).append(name)
-    for parameter in module.parameters():
-        known = slices.known(parameter)
-        if known is None or not slices.holds(parameter):
-            continue
-        whole = slices.transfers.gather_on_first(known)
-        if whole is not None:
-            state.update((name, whole) for name in names.get(known.pointer, ()))
-    return state if slices.transfers.rank == 0 else {}
+    is_writer = slices.transfers.rank == 0
+    nbytes = sum(parameter.nbytes for parameter in module.parameters())
+    with gathering(nbytes if is_writer else 0) as keep:
+        for parameter in module.parameters():
+            known = slices.known(parameter)
+            if known is None or not slices.holds(parameter):
+                continue
+            whole = slices.transfers.gather_on_first(known)
+            if whole is not None:
+                kept = keep(whole)
+                state.update((name, kept) for name in names.get(known.pointer, ()))
+            del whole  # before the next one comes
+    return state if is_writer else {}

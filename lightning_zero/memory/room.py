@@ -14,6 +14,16 @@ from lightning_zero.comm import Collectives
 _LIMITS = {"RLIMIT_AS": "VmSize", "RLIMIT_DATA": "VmData"}
 """Limits of a process, and what /proc/self/status calls its use of them."""
 _CGROUP = Path("/sys/fs/cgroup")
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
+)
+"""Limit of a group, its use, details, and which of them is given up first; in versions 2 and 1."""
 
 
 def fits_everywhere(nbytes: int, device: torch.device, collectives: Collectives) -> bool:
@@ -33,15 +43,31 @@ def fits_everywhere(nbytes: int, device: torch.device, collectives: Collectives)
     )
 
 
+def free_nbytes() -> int:
+    """Bytes of host memory that this process may still take, if no other one takes any."""
+    return min(_free_on_host(), _free_in_limits())
+
+
 def _free_on_host(proc: Path = Path("/proc"), cgroup: Path = _CGROUP) -> int:
     """Bytes that all processes here together may still take."""
     free = [_nbytes_in(proc / "meminfo").get("MemAvailable", sys.maxsize)]
-    try:
-        limit = int((cgroup / "memory.max").read_text())
-        free.append(limit - int((cgroup / "memory.current").read_text()))
-    except (OSError, ValueError):  # no such group, or no limit ("max")
-        pass
+    for limit, used, stat, idle in _CGROUP_FILES:
+        try:
+            allowed = int((cgroup / limit).read_text())
+            taken = int((cgroup / used).read_text())
+        except (OSError, ValueError):  # no such group, or no limit ("max")
+            continue
+        free.append(allowed - taken + _nbytes_idle(cgroup / stat, idle))
     return min(free)
+
+
+def _nbytes_idle(path: Path, name: str) -> int:
+    """Bytes of files that a group has in memory, and that go when others need it."""
+    try:
+        words = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return 0
+    return sum(int(value) for key, value in words if key == name)
 
 
 def _free_in_limits() -> int:

@@ -132,10 +132,10 @@ class SliceTransfers:
         return out
 
     def gather_on_first(self, known: Slice) -> Tensor | None:
-        """The whole parameter on the CPU of rank 0; None on other ranks."""
+        """The whole parameter on the CPU of rank 0, a view of a flat one; None on other ranks."""
         own = known.own_values(self.rank, self.world_size)
         flat = self._collectives.gather(own.to(self._place(own)), key=0)
-        return None if flat is None else flat.cpu().as_strided(known.shape, known.stride).clone()
+        return None if flat is None else flat.cpu().as_strided(known.shape, known.stride)
 
     def _start(self, flat: Tensor, key: int) -> Handle:
         """Start to fill a flat tensor whose own part is there; as bytes, for any dtype."""
