@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
+from pickle import UnpicklingError
 
 from rich.console import Console
 from rich.table import Table
 
 from lightning_zero.__about__ import __version__
+from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.plan.memory import model_state_nbytes
 
 GIB = 2**30
@@ -35,7 +38,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="mixed",
         help="fp32 throughout, or 16-bit parameters with fp32 master weights (default)",
     )
+    one_file = commands.add_parser("consolidate", help="one file from a sharded checkpoint")
+    one_file.add_argument("folder", type=Path, help="the sharded checkpoint")
+    one_file.add_argument("file", type=Path, help="checkpoint, or weights if .safetensors")
+    one_file.add_argument(
+        "--trust", action="store_true", help="make any object in it, which may run code"
+    )
     chosen = parser.parse_args(arguments)
+    try:
+        if chosen.command == "consolidate":
+            consolidate(chosen.folder, chosen.file, weights_only=not chosen.trust)
+            return 0
+    except (OSError, RuntimeError, ImportError, UnpicklingError) as error:
+        Console(stderr=True).print(f"lightning-zero {chosen.command}: {error}", markup=False)
+        return 1
     Console().print(_plan_table(chosen.numel, chosen.world_size, chosen.precision == "mixed"))
     return 0
 

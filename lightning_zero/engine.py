@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero import _compat
-from lightning_zero.checkpoint import consolidated
+from lightning_zero.checkpoint import consolidated, restored
 from lightning_zero.comm import ShardGroups, ShardReads
 from lightning_zero.comm.reads import OwnReads
 from lightning_zero.config import ZeroOptions
@@ -84,7 +84,8 @@ class ZeroEngine:
         self.groups = groups
         self._policy = options.policy
         self._optimizers = list(optimizers)
-        self._names = {parameter: name for name, parameter in module.named_parameters()}
+        self.names = {parameter: name for name, parameter in module.named_parameters()}
+        """Name of each parameter of the model."""
         check_model(module, optimizers, options, groups.world_size)
         if broadcast:
             broadcast_module(module, groups)
@@ -117,9 +118,9 @@ class ZeroEngine:
         self._agreement = GradientAgreement(
             self._reducer, self.table, groups.gradients, self._policy.shards_optimizer
         )
-        self.held = HeldParameters(self._names, self.coordinator, groups.control)
+        self.held = HeldParameters(self.names, self.coordinator, groups.control)
         self.whole = WholeTensors(
-            self._names, optimizers, self.table, self._agreement, groups.control
+            self.names, optimizers, self.table, self._agreement, groups.control
         )
         if optimizers and self.device.type == "cpu":
             # What was built sharded, and was not made whole, does not fit into memory whole.
@@ -280,35 +281,53 @@ class ZeroEngine:
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter is one of the model."""
-        return parameter in self._names
+        return parameter in self.names
 
     def module_state_dict(self, module: nn.Module | None = None) -> dict[str, Any]:
         """State dict of the model, or of a part of it, on rank 0; empty on other ranks.
 
         See :func:`lightning_zero.checkpoint.consolidated.module_state_dict`.
         """
+        with self.sharded_state_dict():
+            return consolidated.module_state_dict(
+                module or self.module, self._buckets, self.groups.control
+            )
+
+    @contextmanager
+    def sharded_state_dict(self) -> Iterator[None]:
+        """Inside, ``state_dict()`` has placeholders, and brings nothing in."""
         self.coordinator.visits.settle()
         for bucket in self._buckets:
             if bucket.status is ParamStatus.NOT_AVAILABLE:
                 bucket.check_untouched()
         with self.coordinator.visits.left_alone():
-            return consolidated.module_state_dict(
-                module or self.module, self._buckets, self.groups.control
-            )
+            yield
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Inside, ``load_state_dict`` may load weights, the same on all ranks, module by module."""
+        with self.held.loading():
+            yield
+        for master in self.table.masters:
+            master.refresh()
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """State dict of an optimizer on rank 0, also after ``close``.
 
         See :func:`lightning_zero.checkpoint.consolidated.optimizer_state_dict`.
         """
-        return consolidated.optimizer_state_dict(optimizer, self.table, self.groups.control)
+        return consolidated.optimizer_state_dict(
+            optimizer, self.table, self.groups.control, self.names
+        )
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Take this rank's pieces from a full state dict, the same on all ranks.
 
-        See :func:`lightning_zero.checkpoint.consolidated.load_optimizer_state_dict`.
+        See :func:`lightning_zero.checkpoint.restored.load_optimizer_state_dict`.
         """
-        consolidated.load_optimizer_state_dict(optimizer, self.table, state_dict)
+        restored.load_optimizer_state_dict(
+            optimizer, self.table, state_dict, self.names, is_speaker=self.groups.rank == 0
+        )
 
     def close(self) -> None:
         """Give the module its parameters back, whole; to be called on all ranks.
@@ -399,7 +418,7 @@ class ZeroEngine:
 
     def _check_trained_set(self, optimizer: Optimizer) -> None:
         strays = [
-            self._names.get(p, "<not in the module>")
+            self.names.get(p, "<not in the module>")
             for p in parameters_of(optimizer)
             if p.requires_grad and p not in self.table
         ]

@@ -6,12 +6,13 @@ import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
@@ -26,12 +27,16 @@ from lightning_zero import _compat
 from lightning_zero.access import full_params
 from lightning_zero.batches import EvenBatches, UnevenBatches
 from lightning_zero.callbacks import StepObserver, TraceLog
-from lightning_zero.checkpoint.sliced import resting_state_dict
+from lightning_zero.checkpoint import sharded
+from lightning_zero.checkpoint.files import ZeroCheckpointIO
+from lightning_zero.checkpoint.names import frozen_names, plain_name, with_names_of
+from lightning_zero.checkpoint.stored import loaded
 from lightning_zero.comm import ShardGroups
 from lightning_zero.comm.groups import DEFAULT_TIMEOUT
 from lightning_zero.config import GatherBy, ZeroOptions
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.held import TrustedWrites, Wanted
+from lightning_zero.formats import CheckpointForm, ConsolidatedForm, ShardedForm
+from lightning_zero.held import Wanted
 from lightning_zero.memory.measure import ModelStateBytes
 from lightning_zero.observe.recorder import Recorder
 from lightning_zero.params.bucket import explain_refused_write
@@ -46,6 +51,10 @@ WRITE_IN_STEP = (
     "at stage 3 its values are only there while a step runs. Write to it in the step, or inside"
     " `with trainer.strategy.full_params(module, writeback=True):`."
 )
+
+
+SAVE_GRACE = timedelta(seconds=30)
+"""How long a run that ends with an error waits for a checkpoint that is being written."""
 
 
 class ZeroStrategy(DDPStrategy):
@@ -77,6 +86,10 @@ class ZeroStrategy(DDPStrategy):
         wall_clock_breakdown: Print and log for each step how long forward and backward submit, wait
             and compute, and say at the end what bounds them.
         timeline: Folder to which each rank writes a timeline of its first 20 steps, for Perfetto.
+        checkpoint: ``"consolidated"`` is one ordinary file, gathered on rank 0; ``"sharded"`` a
+            folder that all ranks write at once, while training goes on.
+        exclude_frozen_parameters: Leave parameters that are not trained out of checkpoints; one
+            loads on top of the base model.
         timeout: Longest wait for another rank, as a timedelta or in seconds.
         start_method: How ranks are started: ``"popen"``, ``"spawn"``, ``"fork"``, ``"forkserver"``.
         process_group_backend: As for ``DDPStrategy``.
@@ -110,6 +123,8 @@ class ZeroStrategy(DDPStrategy):
         uneven_batches: UnevenBatches = "stop",
         wall_clock_breakdown: bool = False,
         timeline: str | Path | None = None,
+        checkpoint: Literal["consolidated", "sharded"] = "consolidated",
+        exclude_frozen_parameters: bool = False,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         process_group_backend: str | None = None,
@@ -131,6 +146,12 @@ class ZeroStrategy(DDPStrategy):
             leaf_modules=leaf_modules,
         )
         self._policy = self.options.policy
+        self._check_form(checkpoint, checkpoint_io)
+        self._checkpoint = checkpoint
+        self._excludes_frozen = exclude_frozen_parameters
+        self._form: CheckpointForm = (
+            ShardedForm(self._shard_groups) if checkpoint == "sharded" else ConsolidatedForm()
+        )
         self._batches = EvenBatches(uneven_batches)
         self._observer = StepObserver(wall_clock_breakdown, timeline)
         self._trace_log = TraceLog()
@@ -184,14 +205,15 @@ class ZeroStrategy(DDPStrategy):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        self._groups = self._groups or ShardGroups.create(self._timeout)
-        with construction(self.lightning_module, self.options, self._groups, self.root_device):
+        groups = self._shard_groups()
+        with construction(self.lightning_module, self.options, groups, self.root_device):
             yield
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._check_owner(trainer)
         self._check_callbacks(trainer)
+        self._check_form(self._checkpoint, self.checkpoint_io)
         accelerator, module = self.accelerator, self.lightning_module
         if accelerator is None or module is None:
             raise RuntimeError(
@@ -205,15 +227,15 @@ class ZeroStrategy(DDPStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self._check_backend()
-        self._groups = self._groups or ShardGroups.create(self._timeout)
-        broadcast_module(self.model, self._groups)
+        groups = self._shard_groups()
+        broadcast_module(self.model, groups)
         if is_fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if is_fitting:
             self._begin_training(self._observer.open(trainer, self.root_device))
         elif self._policy.shards_parameters:
-            self._engine = ZeroEngine(self.model, [], self.options, self._groups, broadcast=False)
+            self._engine = ZeroEngine(self.model, [], self.options, groups, broadcast=False)
 
     def _begin_training(self, recorder: Recorder) -> None:
         if self.model is None or self._groups is None:
@@ -242,8 +264,7 @@ class ZeroStrategy(DDPStrategy):
         trainer = None if module is None else _compat.trainer_of(module)
         if trainer is None or not trainer.training:  # evaluation may differ between ranks
             return dataloader
-        self._groups = self._groups or ShardGroups.create(self._timeout)
-        self._batches.begin(self._groups.control, self.root_device)
+        self._batches.begin(self._shard_groups().control, self.root_device)
         return self._batches.wrap(dataloader, trainer.limit_train_batches)
 
     @override
@@ -252,9 +273,11 @@ class ZeroStrategy(DDPStrategy):
         self._observer.close()
         engine, self._engine = self._engine, None
         module = self.lightning_module
+        is_broken = False
         if engine is not None:
             trainer = None if module is None else _compat.trainer_of(module)
-            if trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED:
+            is_broken = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+            if is_broken:
                 engine.abandon()  # other ranks may be gone: nothing may wait for them
                 self._groups = None  # ranks may have stopped at different calls of these
             else:
@@ -262,6 +285,12 @@ class ZeroStrategy(DDPStrategy):
         if isinstance(self._precision_plugin, ZeroPrecision):
             self._precision_plugin.engine = None
         super().teardown()
+        try:
+            self._form.finish(SAVE_GRACE if is_broken else None)
+        except RuntimeError as error:
+            if not is_broken:
+                raise
+            rank_zero_warn(str(error))  # the error that ended the run is the one to raise
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -379,15 +408,19 @@ class ZeroStrategy(DDPStrategy):
         module = self.lightning_module
         if module is None:
             raise RuntimeError("there is no model to take a state dict of")
-        if self._engine is None:
-            return resting_state_dict(module)
-        return self._engine.module_state_dict(module)
+        state = self._form.module_state(self._engine, module)
+        if self._excludes_frozen:
+            for name in frozen_names(module):
+                state.pop(name, None)
+        return state
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        state, strict = self._own_names(checkpoint["state_dict"], strict)
+        checkpoint = {**checkpoint, "state_dict": loaded(state)}
         scope = opened(self.lightning_module)
         if self._engine is not None:
-            scope = self._engine.held.scope(None, TrustedWrites())
+            scope = self._engine.loading()
         with scope:
             super().load_model_state_dict(checkpoint, strict=strict)
 
@@ -396,13 +429,66 @@ class ZeroStrategy(DDPStrategy):
         engine = self._optimizer_engine
         if engine is None:
             return super().optimizer_state(optimizer)
-        return engine.optimizer_state_dict(_plain(optimizer))
+        index = next(i for i, known in enumerate(self.optimizers) if known is optimizer)
+        return self._form.optimizer_state(engine, _plain(optimizer), index)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        if storage_options is not None and self._checkpoint == "sharded":
+            raise ValueError(
+                "storage_options have no effect with checkpoint='sharded': remove them"
+            )
+        write = partial(super().save_checkpoint, filepath=filepath, storage_options=storage_options)
+        self._form.save(checkpoint, os.fspath(filepath), write, self._engine is not None)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        remove = partial(super().remove_checkpoint, filepath)
+        self._form.remove(os.fspath(filepath), remove)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        self._form.finish()
+        path = Path(os.fspath(checkpoint_path))
+        if not path.is_dir():
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        return sharded.read(path, weights_only, self._shard_groups().control)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         engine = self._running_engine("load_optimizer_state_dict")
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             engine.load_optimizer_state_dict(_plain(optimizer), state)
+
+    def _own_names(self, state: Mapping[str, Any], strict: bool) -> tuple[dict[str, Any], bool]:
+        """A saved state dict as this model names it, and whether torch is to be strict about it."""
+        module = self.lightning_module
+        if module is None:
+            raise AssertionError("weights are loaded into a model")
+        with nullcontext() if self._engine is None else self._engine.sharded_state_dict():
+            own = list(module.state_dict())
+        named = with_names_of(state, own)
+        if not (strict and self._excludes_frozen):
+            return named, strict
+        frozen = frozen_names(module)
+        missing = [n for n in own if n not in named and plain_name(n) not in frozen]
+        unexpected = sorted(named.keys() - set(own))
+        if missing or unexpected:
+            raise RuntimeError(
+                f"the checkpoint does not fit {type(module).__name__}, frozen parameters aside:"
+                f" missing {missing}, unexpected {unexpected}. Build the model as it was, or set"
+                " strict_loading=False on the LightningModule."
+            )
+        return named, False
+
+    def _shard_groups(self) -> ShardGroups:
+        """The groups of ranks; to be called on all ranks, the first time."""
+        self._groups = self._groups or ShardGroups.create(self._timeout)
+        return self._groups
 
     # Checks.
 
@@ -416,6 +502,16 @@ class ZeroStrategy(DDPStrategy):
 
     def _step_scope(self) -> AbstractContextManager[None]:
         return nullcontext() if self._engine is None else self._engine.step_scope()
+
+    def _check_form(self, form: str, checkpoint_io: CheckpointIO | None) -> None:
+        if form not in ("consolidated", "sharded"):
+            raise ValueError(f"checkpoint must be 'consolidated' or 'sharded', got {form!r}")
+        usual = (TorchCheckpointIO, ZeroCheckpointIO)
+        if form == "sharded" and checkpoint_io is not None and type(checkpoint_io) not in usual:
+            raise ValueError(
+                f"{type(checkpoint_io).__name__} has no effect with checkpoint='sharded': all ranks"
+                " write their files themselves, while training goes on. Remove one of the two."
+            )
 
     def _check_owner(self, trainer: pl.Trainer) -> None:
         if self._engine is not None or _compat.trainer_accelerator(trainer) is not self.accelerator:

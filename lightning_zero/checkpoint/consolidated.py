@@ -1,19 +1,22 @@
 """One ordinary checkpoint: full tensors under the user's names, in plain Lightning's layout.
 
-Everything is gathered bucket by bucket to rank 0's host memory; no other rank ever holds more than
-its shards and one bucket.
+Everything is gathered bucket by bucket to rank 0: into its memory, or into a file that is mapped
+where it would take too much of that (see ``memory.spool``). No rank holds more than one bucket
+beyond it, or beyond its shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.checkpoint.names import NAMES_KEY, names_by_group
 from lightning_zero.comm import Collectives
+from lightning_zero.memory.spool import Keep, copied, gathering
 from lightning_zero.optim.pieces import MasterPiece, MasterShard, PieceTable, parameters_of
 from lightning_zero.params.bucket import ParameterBucket, ParamStatus
 from lightning_zero.plan.layout import BucketLayout, Slot
@@ -46,27 +49,32 @@ def module_state_dict(
         if pointer  # one without elements is as whole as it gets
     }
     state: State = module.state_dict()
-    names: dict[int, list[tuple[str, int]]] = {}
-    copies: dict[tuple[Any, ...], Tensor] = {}
-    for name, value in state.items():
-        index, slot = placeholders.get(_pointer(value), (None, 0))
-        if index is not None:
-            names.setdefault(index, []).append((name, slot))
-        elif is_writer and isinstance(value, Tensor):
-            state[name] = _copy_once(value, copies)
-    for bucket in buckets:
-        wanted = names.get(bucket.layout.index)
-        if not wanted:
-            continue
-        flat = _gather_flat(collectives, bucket.shard, bucket.layout)
-        if flat is not None:
-            whole = {slot: _cut(flat, bucket.layout.slots[slot]) for _, slot in wanted}
-            state.update((name, whole[slot]) for name, slot in wanted)
+    with gathering(_nbytes(buckets) if is_writer else 0) as keep:
+        names: dict[int, list[tuple[str, int]]] = {}
+        copies: dict[tuple[Any, ...], Tensor] = {}
+        for name, value in state.items():
+            index, slot = placeholders.get(_pointer(value), (None, 0))
+            if index is not None:
+                names.setdefault(index, []).append((name, slot))
+            elif is_writer and isinstance(value, Tensor):
+                state[name] = _copy_once(value, copies, keep)
+        for bucket in buckets:
+            wanted = names.get(bucket.layout.index)
+            if not wanted:
+                continue
+            flat = _gather_flat(collectives, bucket.shard, bucket.layout)
+            if flat is not None:
+                whole = {slot: keep(_cut(flat, bucket.layout.slots[slot])) for _, slot in wanted}
+                state.update((name, whole[slot]) for name, slot in wanted)
+            del flat  # before the next one comes
     return state if is_writer else {}
 
 
 def optimizer_state_dict(
-    optimizer: Optimizer, table: PieceTable, collectives: Collectives
+    optimizer: Optimizer,
+    table: PieceTable,
+    collectives: Collectives,
+    names: Mapping[nn.Parameter, str],
 ) -> State:
     """The optimizer's state dict in torch's own form, full tensors on the CPU of rank 0.
 
@@ -77,56 +85,31 @@ def optimizer_state_dict(
         optimizer: The user's optimizer. To be called on all ranks.
         table: This rank's pieces of its parameters.
         collectives: Group over which they are sharded.
+        names: Name of each parameter of the model.
 
     Returns:
-        ``state`` and ``param_groups``; ``state`` is empty on ranks other than 0.
+        ``state``, ``param_groups`` and names by group, which torch ignores; ``state`` is empty on
+        ranks other than 0.
     """
     number = {parameter: index for index, parameter in enumerate(parameters_of(optimizer))}
     state: dict[int, State] = {}
-    for master in table.masters_of(optimizer):
-        local = _local_states(table, optimizer, master)
-        for slot, key, value in _full_states(collectives, master, local):
-            parameter = master.gradients.parameters[slot]
-            state.setdefault(number[parameter], {})[key] = value
+    masters = table.masters_of(optimizer)
+    locals_ = [_local_states(table, optimizer, master) for master in masters]
+    nbytes = sum(_full_nbytes(*pair) for pair in zip(masters, locals_, strict=True))
+    with gathering(nbytes if collectives.rank == 0 else 0) as keep:
+        for master, local in zip(masters, locals_, strict=True):
+            for slot, key, value in _full_states(collectives, master, local, keep):
+                parameter = master.gradients.parameters[slot]
+                state.setdefault(number[parameter], {})[key] = value
     groups = []
     for group in optimizer.param_groups:
         packed = {key: value for key, value in group.items() if key != "params"}
         groups.append({**packed, "params": [number[p] for p in group["params"]]})
-    return {"state": dict(sorted(state.items())), "param_groups": groups}
-
-
-def load_optimizer_state_dict(optimizer: Optimizer, table: PieceTable, state_dict: State) -> None:
-    """Cut this rank's pieces from a full optimizer state dict.
-
-    Args:
-        optimizer: The user's optimizer.
-        table: This rank's pieces of its parameters.
-        state_dict: In torch's own form, full tensors, the same on all ranks.
-
-    Raises:
-        ValueError: The groups, or the shapes, do not fit the optimizer.
-    """
-    saved_groups, state = state_dict["param_groups"], state_dict["state"]
-    _check_groups(optimizer, saved_groups)
-    numbers = (number for group in saved_groups for number in group["params"])
-    saved_number = dict(zip(parameters_of(optimizer), numbers, strict=True))
-    packed_state: dict[int, State] = {}
-    packed_groups = []
-    count = 0
-    for group, saved_group in zip(optimizer.param_groups, saved_groups, strict=True):
-        first = count
-        for parameter in group["params"]:
-            piece = table.piece(parameter)
-            if piece is None:
-                continue
-            saved = state.get(saved_number[parameter])
-            if saved is not None:
-                packed_state[count] = _cut_states(piece, saved)
-            count += 1
-        packed_groups.append({**saved_group, "params": list(range(first, count))})
-    optimizer.state.clear()
-    with table.swapped(optimizer, frozenset()):
-        optimizer.load_state_dict({"state": packed_state, "param_groups": packed_groups})
+    return {
+        "state": dict(sorted(state.items())),
+        "param_groups": groups,
+        NAMES_KEY: names_by_group(optimizer, names),
+    }
 
 
 # Gathering.
@@ -164,13 +147,13 @@ def _local_states(table: PieceTable, optimizer: Optimizer, master: MasterShard) 
 
 
 def _full_states(
-    collectives: Collectives, master: MasterShard, local: _Local
+    collectives: Collectives, master: MasterShard, local: _Local, keep: Keep
 ) -> Iterator[tuple[int, str, Any]]:
     """Slot, key and full value of every state in a bucket; nothing on ranks other than 0."""
     layout = master.parameters.layout
     if layout.world_size == 1:  # every rank holds all of it
         for slot, (_, states) in local.items() if collectives.rank == 0 else ():
-            yield from ((slot, key, _to_cpu(value)) for key, value in states.items())
+            yield from ((slot, key, _kept(value, keep)) for key, value in states.items())
         return
     described = collectives.exchange_objects(
         {
@@ -184,11 +167,12 @@ def _full_states(
             continue
         for slot in sorted({slot for rank in described for slot in rank if key in rank[slot]}):
             if any(rank.get(slot, {}).get(key) for rank in described):
-                yield slot, key, _cut(flat, layout.slots[slot])
+                yield slot, key, keep(_cut(flat, layout.slots[slot]))
+        del flat  # before the next one comes
     others = collectives.gather_objects(
         {
             slot: {
-                key: _to_cpu(value)
+                key: _kept(value, copied)
                 for key, value in states.items()
                 if dtype_if_elementwise(piece, value) is None
             }
@@ -233,59 +217,32 @@ def _gather_flat(collectives: Collectives, shard: Tensor, layout: BucketLayout) 
 
 
 def _cut(flat: Tensor, slot: Slot) -> Tensor:
-    """A parameter-shaped copy out of a flat tensor."""
-    return flat.as_strided(slot.shape, slot.stride, slot.offset).clone()
+    """A parameter-shaped view of a flat tensor."""
+    return flat.as_strided(slot.shape, slot.stride, slot.offset)
 
 
-def _to_cpu(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+def _kept(value: Any, keep: Keep) -> Any:
+    return keep(value) if isinstance(value, Tensor) else value
+
+
+def _nbytes(buckets: Sequence[ParameterBucket]) -> int:
+    """Bytes of all parameters in these buckets."""
+    return sum(bucket.layout.padded_numel * bucket.dtype.itemsize for bucket in buckets)
+
+
+def _full_nbytes(master: MasterShard, local: _Local) -> int:
+    """Bytes of the full states of a bucket, as far as this rank's pieces tell."""
+    tensors = [v for _, states in local.values() for v in states.values() if isinstance(v, Tensor)]
+    return master.parameters.layout.world_size * sum(tensor.nbytes for tensor in tensors)
 
 
 def _pointer(value: Any) -> int:
     return value.data_ptr() if isinstance(value, Tensor) and value.numel() else 0
 
 
-def _copy_once(value: Tensor, copies: dict[tuple[Any, ...], Tensor]) -> Tensor:
+def _copy_once(value: Tensor, copies: dict[tuple[Any, ...], Tensor], keep: Keep) -> Tensor:
     """A CPU copy; tied tensors stay tied."""
     key = (value.data_ptr(), value.dtype, value.shape, value.stride())
     if key not in copies or not value.numel():
-        copies[key] = _to_cpu(value)
+        copies[key] = keep(value)
     return copies[key]
-
-
-# Cutting.
-
-
-def _check_groups(optimizer: Optimizer, saved_groups: list[State]) -> None:
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    saved_sizes = [len(group["params"]) for group in saved_groups]
-    if sizes != saved_sizes:
-        raise ValueError(
-            f"the checkpoint's {type(optimizer).__name__} has parameter groups of {saved_sizes}"
-            f" parameters, but this one has groups of {sizes}. Build the optimizer as it was when"
-            " the checkpoint was written, or load the weights only."
-        )
-
-
-def _cut_states(piece: MasterPiece, saved: State) -> State:
-    states = {key: _cut_state(piece, key, value) for key, value in saved.items()}
-    master = states.pop(MASTER_KEY, None)
-    if master is not None and piece.master.has_copy:
-        with torch.no_grad():
-            piece.tensor.copy_(master)
-    return states
-
-
-def _cut_state(piece: MasterPiece, key: str, value: Any) -> Any:
-    if not isinstance(value, Tensor) or value.dim() == 0 or piece.is_whole:
-        return value.clone() if isinstance(value, Tensor) else value
-    slot = piece.slot
-    if tuple(value.shape) != slot.shape:
-        raise ValueError(
-            f"optimizer state {key!r} of {slot.fqn!r} has shape {tuple(value.shape)} in the"
-            f" checkpoint, but the parameter has shape {slot.shape}: it cannot be cut for this"
-            " rank. Load it with the sharding it was written with (shard_by='tensor')."
-        )
-    dense = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype).copy_(value)
-    begin = piece.piece.param_offset
-    return dense.as_strided((slot.numel,), (1,))[begin : begin + piece.piece.numel].clone()

@@ -15,6 +15,7 @@ from lightning_zero.comm.collectives import choose_collectives
 from lightning_zero.comm.reads import CollectiveReads, OwnReads, ShardReads, make_reads
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+ProcessGroup = dist.ProcessGroup
 
 
 class ShardGroups:
@@ -39,6 +40,7 @@ class ShardGroups:
         self.control = control
         self._timeout = timeout
         self._reads: ShardReads | None = None
+        self._background: ProcessGroup | None = None
 
     @classmethod
     def create(cls, timeout: timedelta | None = None) -> ShardGroups:
@@ -71,6 +73,14 @@ class ShardGroups:
         if self._reads is None:
             self._reads = make_reads(self._timeout)
         return self._reads
+
+    def background(self) -> ProcessGroup | None:
+        """A host-side group for a thread; None for one rank. To be called on all ranks."""
+        if self.world_size == 1:
+            return None
+        if self._background is None:
+            self._background = dist.new_group(backend="gloo", timeout=self._timeout)
+        return self._background
 
     @property
     def rank(self) -> int:

@@ -32,7 +32,6 @@ from lightning_zero.prefetch.passes import EVALUATION, TRAINING, Passes
 from lightning_zero.prefetch.residency import Residency
 from lightning_zero.prefetch.visits import Visits
 
-
 AHEAD_COUNT = 2
 """Buckets that are fetched ahead if nothing is said: over a slow link one is not enough."""
 

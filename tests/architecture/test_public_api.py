@@ -27,6 +27,8 @@ KEYWORDS = {  # in order, with their defaults
     "uneven_batches": "stop",
     "wall_clock_breakdown": False,
     "timeline": None,
+    "checkpoint": "consolidated",
+    "exclude_frozen_parameters": False,
     "timeout": lightning_zero.strategy.DEFAULT_TIMEOUT,
     "start_method": "popen",
     "process_group_backend": None,

@@ -1,0 +1,263 @@
+"""Optimizer state from a checkpoint, matched by parameter name.
+
+Any split fits: this rank cuts its pieces from full tensors, which may be mapped from a file or
+stored in parts (``StoredTensor``).
+
+[Note: names]
+Our own checkpoints, those with named parameters (``model.named_parameters()`` given to the
+optimizer) and FSDP's full ones say what their state belongs to. Then parameters may have been
+added, removed, frozen or put into other groups since. Others only have numbers: their optimizer
+must have groups of the same sizes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.checkpoint.consolidated import MASTER_KEY
+from lightning_zero.checkpoint.names import NAMES_KEY, plain_name
+from lightning_zero.checkpoint.stored import StoredTensor
+from lightning_zero.optim.pieces import MasterPiece, PieceTable, parameters_of
+
+State = dict[str, Any]
+MAX_NAMED = 10
+"""Names that a message lists."""
+
+
+class RestoreWarning(UserWarning):
+    """Some state of a checkpoint has no place here, or some state here is not in the checkpoint."""
+
+
+class _Saved(NamedTuple):
+    """A saved optimizer, by the names of this one's parameters."""
+
+    state: dict[nn.Parameter, State]
+    """State of each parameter that has some."""
+    options: list[State | None]
+    """Options of each group; None where it keeps its own."""
+
+
+def load_optimizer_state_dict(
+    optimizer: Optimizer,
+    table: PieceTable,
+    state_dict: Mapping[str, Any],
+    names: Mapping[nn.Parameter, str],
+    is_speaker: bool = True,
+) -> None:
+    """Cut this rank's pieces from a full optimizer state dict.
+
+    Args:
+        optimizer: The user's optimizer.
+        table: This rank's pieces of its parameters.
+        state_dict: In torch's own form, full or stored tensors, the same on all ranks.
+        names: Name of each parameter of the model.
+        is_speaker: Tell the user what does not come from the checkpoint.
+
+    Raises:
+        ValueError: The state cannot belong to these parameters; on all ranks.
+    """
+    saved, notice = _matched(optimizer, state_dict, names)
+    if notice and is_speaker:
+        warnings.warn(notice, RestoreWarning, stacklevel=2)
+    _check_shapes(saved, table, names)
+    packed_state: dict[int, State] = {}
+    packed_groups = []
+    count = 0
+    for group, options in zip(optimizer.param_groups, saved.options, strict=True):
+        first = count
+        for parameter in group["params"]:
+            piece = table.piece(parameter)
+            if piece is None:
+                continue
+            if parameter in saved.state:
+                packed_state[count] = _cut_states(piece, saved.state[parameter])
+            count += 1
+        own = {key: value for key, value in group.items() if key != "params"}
+        packed_groups.append(
+            {**(own if options is None else options), "params": list(range(first, count))}
+        )
+    optimizer.state.clear()
+    with table.swapped(optimizer, frozenset()):
+        optimizer.load_state_dict({"state": packed_state, "param_groups": packed_groups})
+
+
+# Which state belongs to whom.
+
+
+def _matched(
+    optimizer: Optimizer, state_dict: Mapping[str, Any], names: Mapping[nn.Parameter, str]
+) -> tuple[_Saved, str]:
+    """What was saved for whom, and what to tell about the rest."""
+    saved_names = _saved_names(state_dict)
+    if saved_names is None:
+        return _by_number(optimizer, state_dict), ""
+    return _by_name(optimizer, state_dict, saved_names, names)
+
+
+def _saved_names(state_dict: Mapping[str, Any]) -> list[list[str]] | None:
+    """Names of the parameters of each saved group; None if the checkpoint has only numbers."""
+    groups = state_dict["param_groups"]
+    if NAMES_KEY in state_dict:
+        found = state_dict[NAMES_KEY]
+    elif all("param_names" in group for group in groups):
+        found = [group["param_names"] for group in groups]
+    else:
+        found = [group["params"] for group in groups]
+    fits = [len(of_group) for of_group in found] == [len(group["params"]) for group in groups]
+    if not fits or not all(isinstance(name, str) and name for group in found for name in group):
+        return None
+    return [[plain_name(name) for name in group] for group in found]
+
+
+def _by_number(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> _Saved:
+    saved_groups = state_dict["param_groups"]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    saved_sizes = [len(group["params"]) for group in saved_groups]
+    if sizes != saved_sizes:
+        raise ValueError(
+            f"the checkpoint's {type(optimizer).__name__} has parameter groups of {saved_sizes}"
+            f" parameters, but this one has groups of {sizes}, and the checkpoint does not name"
+            " its parameters. Build the optimizer as it was when the checkpoint was written, or"
+            " load the weights only."
+        )
+    numbers = (number for group in saved_groups for number in group["params"])
+    state = {
+        parameter: state_dict["state"][number]
+        for parameter, number in zip(parameters_of(optimizer), numbers, strict=True)
+        if number in state_dict["state"]
+    }
+    return _Saved(state, [_options(group) for group in saved_groups])
+
+
+def _by_name(
+    optimizer: Optimizer,
+    state_dict: Mapping[str, Any],
+    saved_names: list[list[str]],
+    names: Mapping[nn.Parameter, str],
+) -> tuple[_Saved, str]:
+    groups = state_dict["param_groups"]
+    by_name: dict[str, State] = {}
+    group_of: dict[str, int] = {}
+    for index, (group, of_group) in enumerate(zip(groups, saved_names, strict=True)):
+        for number, name in zip(group["params"], of_group, strict=True):
+            group_of[name] = index
+            if number in state_dict["state"]:
+                by_name[name] = state_dict["state"][number]
+    own = {
+        parameter: plain_name(names.get(parameter, "")) for parameter in parameters_of(optimizer)
+    }
+    state = {parameter: by_name[name] for parameter, name in own.items() if name in by_name}
+    if by_name and not state:
+        raise ValueError(
+            f"no parameter of this {type(optimizer).__name__} is named as one that the checkpoint"
+            f" has state of: it has {_some(own.values())}, the checkpoint has {_some(by_name)}."
+            " Give the optimizers the order and the parameters they had, or load the weights only."
+        )
+    fresh = [name for name in own.values() if name not in group_of]
+    notice = _notice(optimizer, fresh, sorted(group_of.keys() - own.values()))
+    options = [
+        _options_for([own[p] for p in group["params"]], index, optimizer, group_of, groups)
+        for index, group in enumerate(optimizer.param_groups)
+    ]
+    return _Saved(state, options), notice
+
+
+def _options_for(
+    own: Sequence[str],
+    index: int,
+    optimizer: Optimizer,
+    group_of: Mapping[str, int],
+    groups: Sequence[State],
+) -> State | None:
+    """Options of a group: those of the saved group in its place, or that most of it comes from."""
+    if len(groups) == len(optimizer.param_groups):
+        return _options(groups[index])
+    came_from = Counter(group_of[name] for name in own if name in group_of)
+    return _options(groups[came_from.most_common(1)[0][0]]) if came_from else None
+
+
+def _options(group: Mapping[str, Any]) -> State:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _notice(optimizer: Optimizer, fresh: list[str], dropped: list[str]) -> str:
+    """What does not come from the checkpoint, and what does not go anywhere."""
+    kind = type(optimizer).__name__
+    told = []
+    if fresh:
+        told.append(f"the checkpoint does not know {_some(fresh)}, which start fresh")
+    if dropped:
+        told.append(f"its state of {_some(dropped)} is not used, since this {kind} lacks them")
+    return f"{kind}: {'; '.join(told)}." if told else ""
+
+
+def _some(names: Any) -> str:
+    listed = list(names)
+    more = len(listed) - MAX_NAMED
+    return ", ".join(repr(n) for n in listed[:MAX_NAMED]) + (
+        f" and {more} more" if more > 0 else ""
+    )
+
+
+# Whether it fits, and cutting.
+
+
+def _check_shapes(saved: _Saved, table: PieceTable, names: Mapping[nn.Parameter, str]) -> None:
+    """Every rank looks at every parameter, so all of them raise, or none."""
+    wrong = []
+    for parameter, states in saved.state.items():
+        master = table.master_of(parameter)
+        if master is None:
+            continue
+        place, slot = table.place[parameter]
+        layout, shape = place.layout, place.layout.slots[slot].shape
+        first, last = layout.slots[slot].offset, layout.slots[slot].end - 1
+        is_cut = first // layout.shard_numel < last // layout.shard_numel
+        for key, value in states.items():
+            if not isinstance(value, (Tensor, StoredTensor)) or len(value.shape) == 0:
+                continue
+            if tuple(value.shape) != tuple(shape) and (is_cut or key == MASTER_KEY):
+                wrong.append(
+                    f"{key!r} of {names.get(parameter, '?')!r} has shape {tuple(value.shape)}, the"
+                    f" parameter has {tuple(shape)}"
+                )
+    if wrong:
+        raise ValueError(
+            f"optimizer state in the checkpoint does not fit: {'; '.join(wrong[:MAX_NAMED])}"
+            f"{' and more' if len(wrong) > MAX_NAMED else ''}. State of another shape than its"
+            " parameter cannot be cut for a rank: load it with the sharding it was written with"
+            " (shard_by='tensor', the same number of ranks), or load the weights only."
+        )
+
+
+def _cut_states(piece: MasterPiece, saved: State) -> State:
+    states = {key: _cut_state(piece, value) for key, value in saved.items()}
+    master = states.pop(MASTER_KEY, None)
+    if master is not None and piece.master.has_copy:
+        with torch.no_grad():
+            piece.tensor.copy_(master)
+    return states
+
+
+def _cut_state(piece: MasterPiece, value: Any) -> Any:
+    """This rank's piece of a state, in memory of its own."""
+    slot = piece.slot
+    begin, end = piece.piece.param_offset, piece.piece.param_offset + piece.piece.numel
+    if isinstance(value, StoredTensor):
+        if piece.is_whole or value.stride != slot.stride:
+            value = value.full()
+        else:
+            return value.read(begin, end)
+    if not isinstance(value, Tensor) or value.dim() == 0 or piece.is_whole:
+        return value.clone() if isinstance(value, Tensor) else value
+    if value.stride() == slot.stride:
+        return value.as_strided((slot.numel,), (1,), value.storage_offset())[begin:end].clone()
+    dense = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype).copy_(value)
+    return dense.as_strided((slot.numel,), (1,))[begin:end].clone()
