@@ -264,6 +264,20 @@ class HeldParameters:
             finally:
                 self._scopes = [scope for scope in self._scopes if scope is not parts]
 
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """While inside, weights may be loaded on all ranks, with the same values.
+
+        The parameters of a module are whole while ``load_state_dict`` is at it.
+        """
+        if self._scopes:  # what is whole already is, and belongs to somebody
+            with self.scope(None, TrustedWrites()):
+                yield
+            return
+        self._coordinator.release_all()
+        with self._coordinator.visits.loading():
+            yield
+
     def check_left(self, what: str) -> None:
         """Make sure that no scope is open.
 

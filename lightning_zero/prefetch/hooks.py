@@ -78,11 +78,14 @@ class ModuleHooks:
             parameter_dict.uninstall(module)
 
     def _on_listing(self, listed: parameter_dict.ZeroParameterDict) -> None:
-        for parameter in listed.plain().values():
-            if parameter is None:
-                continue
+        own = [parameter for parameter in listed.plain().values() if parameter is not None]
+        visits, is_wanted = self._coordinator.visits, self._coordinator.is_in_step
+        if visits.is_loading and own and not is_wanted:
+            visits.keep_only(_buckets_of(own, self._coordinator))
+            is_wanted = True
+        for parameter in own:
             bucket = self._coordinator.bucket_of(parameter)
-            if bucket is not None and (bucket.is_resident or self._coordinator.is_in_step):
+            if bucket is not None and (bucket.is_resident or is_wanted):
                 self._coordinator.on_access(parameter)
 
     def _watch_state_dict(self, module: nn.Module) -> None:
