@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from pickle import UnpicklingError
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from lightning_zero.__about__ import __version__
 from lightning_zero.checkpoint.consolidate import consolidate
+from lightning_zero.checkpoint.deepspeed import import_deepspeed
 from lightning_zero.plan.memory import model_state_nbytes
 
 GIB = 2**30
@@ -44,16 +46,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     one_file.add_argument(
         "--trust", action="store_true", help="make any object in it, which may run code"
     )
+    imported = commands.add_parser("import-deepspeed", help="one file from DeepSpeed's ZeRO")
+    imported.add_argument("folder", type=Path, help="with the file 'latest', or of one tag")
+    imported.add_argument("file", type=Path, help="checkpoint to write")
+    imported.add_argument(
+        "--trust", action="store_true", help="make any object in it, which may run code"
+    )
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "consolidate":
             consolidate(chosen.folder, chosen.file, weights_only=not chosen.trust)
             return 0
-    except (OSError, RuntimeError, ImportError, UnpicklingError) as error:
+        if chosen.command == "import-deepspeed":
+            _import_deepspeed(chosen.folder, chosen.file, chosen.trust)
+            return 0
+    except (OSError, RuntimeError, ValueError, ImportError, UnpicklingError) as error:
         Console(stderr=True).print(f"lightning-zero {chosen.command}: {error}", markup=False)
         return 1
     Console().print(_plan_table(chosen.numel, chosen.world_size, chosen.precision == "mixed"))
     return 0
+
+
+def _import_deepspeed(folder: Path, file: Path, is_trusted: bool) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        import_deepspeed(folder, file, is_trusted)
+    for warning in told:
+        Console(stderr=True).print(
+            f"lightning-zero import-deepspeed: {warning.message}", markup=False
+        )
 
 
 def _plan_table(numel: int, world_size: int, mixed_precision: bool) -> Table:
