@@ -54,6 +54,20 @@ def is_mock_optimizer(optimizer: Any) -> bool:
     return isinstance(optimizer, _MockOptimizer)
 
 
+def give_inner_io(wrapper: Any, inner: Any) -> bool:
+    """Let a wrapper of Lightning write through a checkpoint IO, if it was made without one.
+
+    Returns:
+        False if this is no wrapper.
+    """
+    from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+
+    if not isinstance(wrapper, _WrappingCheckpointIO):
+        return False
+    wrapper.checkpoint_io = inner  # ignored where there is one
+    return True
+
+
 def storage_identity(tensor: torch.Tensor) -> int:
     """Address of the storage object, the same for all views and over resizes."""
     return int(tensor.untyped_storage()._cdata)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from lightning_zero.plan.layout import ShardBy
 from lightning_zero.plan.prefetch import PrefetchOptions
 
 GatherBy = Literal["auto", "one_sided", "collective"]
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 STAGES = (0, 1, 2, 3)
 _DTYPE_NAMES = {
@@ -173,3 +175,32 @@ def _floating_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
             f"reduce_dtype must be a floating dtype or one of {sorted(_DTYPE_NAMES)}, got {value!r}"
         )
     return found
+
+
+def timedelta_of(value: timedelta | float | None) -> timedelta | None:
+    """A time that is given as such, or in seconds.
+
+    Raises:
+        ValueError: It is not positive, or no number.
+    """
+    if value is None or isinstance(value, timedelta):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        raise ValueError(
+            f"timeout must be a timedelta or a positive number of seconds, got {value!r}"
+        )
+    return timedelta(seconds=value)
+
+
+def start_method_of(value: str) -> StartMethod:
+    """A way to start ranks.
+
+    Raises:
+        ValueError: There is no such way.
+    """
+    for method in ("popen", "spawn", "fork", "forkserver"):
+        if value == method:
+            return method
+    raise ValueError(
+        f"start_method must be 'popen', 'spawn', 'fork' or 'forkserver', got {value!r}"
+    )

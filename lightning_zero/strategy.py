@@ -28,12 +28,18 @@ from lightning_zero.access import full_params
 from lightning_zero.batches import EvenBatches, UnevenBatches
 from lightning_zero.callbacks import StepObserver, TraceLog
 from lightning_zero.checkpoint import sharded
-from lightning_zero.checkpoint.files import ZeroCheckpointIO
+from lightning_zero.checkpoint.files import ZeroCheckpointIO, failing_together
 from lightning_zero.checkpoint.names import frozen_names, plain_name, with_names_of
 from lightning_zero.checkpoint.stored import loaded
 from lightning_zero.comm import ShardGroups
 from lightning_zero.comm.groups import DEFAULT_TIMEOUT
-from lightning_zero.config import GatherBy, ZeroOptions
+from lightning_zero.config import (
+    GatherBy,
+    StartMethod,
+    ZeroOptions,
+    start_method_of,
+    timedelta_of,
+)
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.formats import CheckpointForm, ConsolidatedForm, ShardedForm
 from lightning_zero.held import Wanted
@@ -126,7 +132,7 @@ class ZeroStrategy(DDPStrategy):
         checkpoint: Literal["consolidated", "sharded"] = "consolidated",
         exclude_frozen_parameters: bool = False,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: StartMethod = "popen",
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -165,8 +171,8 @@ class ZeroStrategy(DDPStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            timeout=_timedelta(timeout),
-            start_method=_start_method(start_method),
+            timeout=timedelta_of(timeout),
+            start_method=start_method_of(start_method),
         )
 
     # Attaching to a Trainer.
@@ -175,6 +181,19 @@ class ZeroStrategy(DDPStrategy):
     def engine(self) -> ZeroEngine | None:
         """The engine of the fit or evaluation under way; None outside, and where none is needed."""
         return self._engine
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = ZeroCheckpointIO()
+        else:
+            _compat.give_inner_io(self._checkpoint_io, ZeroCheckpointIO())
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
 
     @property
     @override
@@ -441,7 +460,13 @@ class ZeroStrategy(DDPStrategy):
                 "storage_options have no effect with checkpoint='sharded': remove them"
             )
         write = partial(super().save_checkpoint, filepath=filepath, storage_options=storage_options)
-        self._form.save(checkpoint, os.fspath(filepath), write, self._engine is not None)
+        path = os.fspath(filepath)
+
+        def write_together(checkpoint: dict[str, Any]) -> None:
+            with self._failing_together(f"save the checkpoint {path}"):
+                write(checkpoint)
+
+        self._form.save(checkpoint, path, write_together, self._engine is not None)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -455,7 +480,8 @@ class ZeroStrategy(DDPStrategy):
         self._form.finish()
         path = Path(os.fspath(checkpoint_path))
         if not path.is_dir():
-            return super().load_checkpoint(checkpoint_path, weights_only)
+            with self._failing_together(f"read the checkpoint {path}"):
+                return super().load_checkpoint(checkpoint_path, weights_only)
         return sharded.read(path, weights_only, self._shard_groups().control)
 
     @override
@@ -489,6 +515,12 @@ class ZeroStrategy(DDPStrategy):
         """The groups of ranks; to be called on all ranks, the first time."""
         self._groups = self._groups or ShardGroups.create(self._timeout)
         return self._groups
+
+    def _failing_together(self, what: str) -> AbstractContextManager[None]:
+        """An error of one rank inside is raised on all of them, while they are connected."""
+        if self._groups is None:
+            return nullcontext()
+        return failing_together(self._groups.control, what)
 
     # Checks.
 
@@ -562,25 +594,6 @@ def _plain(optimizer: Any) -> Optimizer:
 def _real(optimizers: list[Optimizer]) -> list[Optimizer]:
     """Without the stand-in for `configure_optimizers` that returned None."""
     return [optimizer for optimizer in optimizers if not _compat.is_mock_optimizer(optimizer)]
-
-
-def _timedelta(value: timedelta | float | None) -> timedelta | None:
-    if value is None or isinstance(value, timedelta):
-        return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-        raise ValueError(
-            f"timeout must be a timedelta or a positive number of seconds, got {value!r}"
-        )
-    return timedelta(seconds=value)
-
-
-def _start_method(value: str) -> Literal["popen", "spawn", "fork", "forkserver"]:
-    for method in ("popen", "spawn", "fork", "forkserver"):
-        if value == method:
-            return method
-    raise ValueError(
-        f"start_method must be 'popen', 'spawn', 'fork' or 'forkserver', got {value!r}"
-    )
 
 
 __all__ = ["ZeroStrategy"]
