@@ -28,7 +28,7 @@ class Visits:
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
-        self._opened: list[tuple[ParameterBucket, int]] = []
+        self._opened: list[tuple[ParameterBucket, int | None]] = []
         self.is_left_alone = False
         """Whether state dicts list placeholders, instead of bringing buckets in."""
         self.is_loading = False
@@ -40,7 +40,12 @@ class Visits:
             return
         self._residency.start(bucket, "forward")
         self._residency.wait(bucket, "forward")
-        self._opened.append((bucket, fingerprint(bucket.flat)))
+        found = None
+        if self.is_loading:
+            bucket.forget_writes(was_written=True)  # it is going to be
+        else:
+            found = fingerprint(bucket.flat)
+        self._opened.append((bucket, found))
 
     def holds(self, bucket: ParameterBucket) -> bool:
         """Whether somebody may still read or write a bucket outside of a step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import resource
 from contextlib import contextmanager
@@ -280,15 +281,20 @@ BIG_NUMEL = BIG_WIDTH * (BIG_WIDTH + 1)  # of a layer
 
 
 class Big(pl.LightningModule):
-    """Weights of 288 MiB, in layers of 4 MiB."""
+    """Weights of 288 MiB, in layers of 4 MiB; one layer in two is trained with momentum."""
 
-    def __init__(self):
+    def __init__(self, path=None):
         super().__init__()
-        self.net = None
+        self.net, self.path = None, path
 
     def configure_model(self):
         if self.net is None:
             self.net = nn.Sequential(*[nn.Linear(BIG_WIDTH, BIG_WIDTH) for _ in range(BIG_DEPTH)])
+
+    def on_train_start(self):
+        if self.path is not None:  # once more, while it is trained
+            strategy = self.trainer.strategy
+            strategy.load_model_state_dict(strategy.load_checkpoint(self.path))
 
     def train_dataloader(self):
         data = torch.randn(2, 1, BIG_WIDTH, generator=torch.Generator().manual_seed(1))
@@ -298,7 +304,11 @@ class Big(pl.LightningModule):
         return self.net(batch).square().mean()
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
+        groups = [
+            {"params": list(self.net[0::2].parameters()), "momentum": 0.9},
+            {"params": list(self.net[1::2].parameters())},
+        ]
+        return torch.optim.SGD(groups, lr=1e-3)
 
 
 def used_nbytes():
@@ -309,6 +319,7 @@ def used_nbytes():
 
 def limit_memory(spare_nbytes):
     """Let this process have so much more memory than it has now."""
+    gc.collect()
     limit = used_nbytes() + spare_nbytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
 
@@ -322,10 +333,13 @@ def build_whole(spare_nbytes):
     return "fits"
 
 
-def fit_sharded(folder, spare_nbytes):
-    """Fit with so much memory, after everything that does not belong to the model was loaded."""
-    strategy = ZeroStrategy(3, bucket_numel=BIG_NUMEL, prefetch={"prefetch_numel": 0})
-    runner = trainer(strategy, 4)
+def big_strategy():
+    return ZeroStrategy(3, bucket_numel=BIG_NUMEL, prefetch={"prefetch_numel": 0})
+
+
+def fit_and_save(path, spare_nbytes):
+    """After everything that does not belong to the model was loaded."""
+    runner = trainer(big_strategy(), 4)
     runner.fit(Tokens(gpt))
     runner.fit_loop.max_epochs = 2
     limit_memory(spare_nbytes)
@@ -334,30 +348,46 @@ def fit_sharded(folder, spare_nbytes):
     runner.fit(module)
     assert owner_of(module) is not None  # it does not fit whole, so it is sharded again
     assert runner.global_step == 7
-    resource.setrlimit(
-        resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2
-    )  # rank 0 needs all of it
-    runner.save_checkpoint(f"{folder}/big.ckpt")
+    runner.save_checkpoint(path)
+
+
+def fit_sharded(path, spare_nbytes):
+    """Fit, save, load and go on with so much memory, but for the file, which is mapped."""
+    fit_and_save(path, spare_nbytes)
+    limit_memory(spare_nbytes + Path(path).stat().st_size)
+    runner = trainer(big_strategy(), 4, max_epochs=3, limit_train_batches=1)
+    runner.fit(Big(path), ckpt_path=path)
+    assert runner.global_step == 8
+    runner.save_checkpoint(path + "2")
 
 
 def test_a_model_that_fits_into_no_process(tmp_path):
     full_nbytes = BIG_DEPTH * BIG_NUMEL * 4
-    spare_nbytes = int(0.75 * full_nbytes)  # a quarter is gradients, a quarter weights
+    spare_nbytes = int(0.875 * full_nbytes)  # two quarters are weights and gradients, 1/8 momentum
     assert run_ranks(build_whole, 1, 2 * full_nbytes) == ["fits"]
     assert re.search("memory|allocate", run_ranks(build_whole, 1, spare_nbytes)[0])
-    run_ranks(fit_sharded, 4, str(tmp_path), spare_nbytes, timeout_s=90)
+    path = str(tmp_path / "big.ckpt")
+    run_ranks(fit_sharded, 4, path, spare_nbytes, timeout_s=90)
     torch.manual_seed(5)
     expected = Big()
     expected.configure_model()
-    optimizer = torch.optim.SGD(expected.parameters(), lr=1e-3)
-    for batch in expected.train_dataloader():
-        expected.training_step(batch, 0).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    saved = torch.load(tmp_path / "big.ckpt", weights_only=True)["state_dict"]
-    assert saved.keys() == expected.state_dict().keys()
-    for name, value in expected.state_dict().items():
-        assert torch.allclose(saved[name], value, rtol=0, atol=1e-6), name
+    optimizer = expected.configure_optimizers()
+    batches = list(expected.train_dataloader())
+    for saved_to, used in ((path, batches), (path + "2", batches[:1])):
+        for batch in used:
+            expected.training_step(batch, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        saved = torch.load(saved_to, weights_only=True, mmap=True)
+        assert saved["state_dict"].keys() == expected.state_dict().keys()
+        for name, value in expected.state_dict().items():
+            assert torch.allclose(saved["state_dict"][name], value, rtol=0, atol=1e-6), name
+        states = saved["optimizer_states"][0]["state"]
+        kept = {n: s["momentum_buffer"] for n, s in optimizer.state_dict()["state"].items()}
+        kept = {n: value for n, value in kept.items() if value is not None}
+        assert len(kept) == BIG_DEPTH
+        for number, value in kept.items():
+            assert torch.allclose(states[number]["momentum_buffer"], value, rtol=0, atol=1e-6)
 
 
 # An error in configure_model.
