@@ -17,6 +17,7 @@ import pickle
 import random
 import shutil
 import string
+import zipfile
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -113,15 +114,15 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def leftovers(path: Path) -> list[Path]:
     """Unfinished files of a target, of writers that are dead or at work."""
-    start = _stem(path)
+    start = stem(path)
     with suppress(OSError):
         names = sorted(os.listdir(path.parent))
         return [path.parent / n for n in names if n.startswith(start) and n.endswith(UNFINISHED)]
     return []
 
 
-def _stem(path: Path) -> str:
-    """How the names of a target's unfinished files begin.
+def stem(path: Path) -> str:
+    """How the names of what is written next to a target begin: with a dot, and never too long.
 
     Without underscores: Lightning takes every name with ``hpc_ckpt_`` in it for a checkpoint.
     """
@@ -135,18 +136,18 @@ def _begin(path: Path) -> tuple[Path, int]:
     """A new unfinished file, and the descriptor that locks it."""
     while True:
         code = "".join(random.SystemRandom().choices(string.ascii_lowercase, k=10))
-        unfinished = path.parent / f"{_stem(path)}{code}{UNFINISHED}"
+        unfinished = path.parent / f"{stem(path)}{code}{UNFINISHED}"
         try:
             lock = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
             continue
-        _try_lock(lock)
+        try_lock(lock)
         if unfinished.exists():  # else another writer took it for a dead one's before the lock
             return unfinished, lock
         os.close(lock)
 
 
-def _try_lock(file: int) -> bool:
+def try_lock(file: int) -> bool:
     """Lock a file; False if another process has, or if the file system has no locks."""
     if fcntl is None:
         return False
@@ -161,7 +162,7 @@ def _remove_if_dead(unfinished: Path) -> None:
     with suppress(OSError):  # one that is gone by now, or of another user
         file = os.open(unfinished, os.O_RDWR)
         try:
-            if _try_lock(file):
+            if try_lock(file):
                 unfinished.unlink()
         finally:
             os.close(file)
@@ -279,7 +280,7 @@ def read_file(
         return _load(path, map_location, weights_only, mmap=mmap and is_zip)
     except Exception as error:
         refused = _refused(path if is_zip else None, error)
-        raise _explained(str(path), is_zip, path.stat().st_size, refused, error) from error
+        raise _explained(str(path), path, is_zip, refused, error) from error
 
 
 def _load(
@@ -295,9 +296,10 @@ def _load(
 
 
 def _explained(
-    label: str, is_zip: bool, nbytes: int, refused: list[str], error: Exception
+    label: str, source: Path | IO[bytes], is_zip: bool, refused: list[str], error: Exception
 ) -> Exception:
     """An error that says which file cannot be read, why, and what to do."""
+    nbytes = source.stat().st_size if isinstance(source, Path) else source.seek(0, os.SEEK_END)
     if refused:
         return pickle.UnpicklingError(
             f"{label} holds objects that could run code when they are read: {', '.join(refused)}."
@@ -307,7 +309,7 @@ def _explained(
         )
     if not is_zip and not isinstance(error, (TypeError, ImportError, AttributeError)):
         what = f"is no checkpoint: torch.save has not written these {nbytes} bytes"
-    elif "zip archive" in str(error):
+    elif is_zip and not zipfile.is_zipfile(source):
         what = (
             f"is not whole, {nbytes} bytes are there: it was cut off while it was written or"
             " copied, or was changed since. Take an earlier checkpoint, or copy it again"
@@ -391,8 +393,8 @@ class ZeroCheckpointIO(CheckpointIO):
             try:
                 return _load(file, map_location, weights_only, mmap=False)
             except Exception as error:
-                nbytes, refused = files.size(place) or 0, _refused(None, error)
-                raise _explained(os.fspath(path), is_zip, nbytes, refused, error) from error
+                refused = _refused(None, error)
+                raise _explained(os.fspath(path), file, is_zip, refused, error) from error
 
     @override
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:

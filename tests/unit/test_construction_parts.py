@@ -340,8 +340,14 @@ def test_memory_of_host_and_group_and_limits(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text("9000\n")
     (tmp_path / "memory.current").write_text("2000\n")
     assert room._free_on_host(tmp_path, tmp_path) == 7000
+    (tmp_path / "memory.stat").write_text("anon 900\ninactive_file 500\nfile_dirty 3\n")
+    assert room._free_on_host(tmp_path, tmp_path) == 7500  # what was read once goes first
     (tmp_path / "memory.max").write_text("max\n")
     assert room._free_on_host(tmp_path, tmp_path) == 50 * 1024
+    (tmp_path / "memory").mkdir()  # version 1
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("8000\n")
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("5000\n")
+    assert room._free_on_host(tmp_path, tmp_path) == 3000
     assert room._free_on_host(nowhere, nowhere) == sys.maxsize
     monkeypatch.setattr("resource.getrlimit", lambda limit: (2**60, 2**60))
     assert 2**59 < room._free_in_limits() < 2**60
