@@ -34,6 +34,7 @@ _OPTIMIZER_FILE = re.compile(r"((?:bf16_|fp16_)?)zero_pp_rank_(\d+)_mp_rank_(\d+
 _MODEL_FILE = "mp_rank_00_model_states.pt"
 _RANK_MODEL_FILE = "zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
 _LEGACY_PICKLES = 4  # a magic number, a version, the system, and the objects
+_RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # in Python 3
 _REFUSED = {  # what other files of a folder tell about the run
     "layer_*_expert_*": "experts of a mixture that were spread over ranks",
     "expert_*_model_states.pt": "experts of a mixture that were spread over ranks",
@@ -247,9 +248,8 @@ def read(path: Path, is_trusted: bool) -> State:
         if is_trusted:
             raise ValueError(f"{path} is damaged: {error}") from error
         raise pickle.UnpicklingError(
-            f"{path} cannot be read without running code that it names:"
-            f" {str(error).splitlines()[-1][:300]}. Only if you trust who wrote it, read it as it"
-            " is (--trust)."
+            f"{path} cannot be read without running code that it names: {_reason(error)}. Only"
+            " if you trust who wrote it, read it as it is (--trust)."
         ) from error
     except (EOFError, RuntimeError, ValueError) as error:
         raise ValueError(
@@ -261,17 +261,24 @@ def read(path: Path, is_trusted: bool) -> State:
     return found
 
 
+def _reason(error: Exception) -> str:
+    """What torch did not make, or its own words."""
+    named = re.search(r"GLOBAL ([\w.]+)", str(error))
+    return named[1] if named else f"{type(error).__name__}: {str(error)[-300:]}"
+
+
 def _unknown(path: Path, is_zip: bool) -> list[str]:
     """Names in a file that ``torch.load`` does not allow by itself."""
     if is_zip:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     with path.open("rb") as file:  # the format of before torch 1.6, which DeepSpeed still offers
-        named = {
-            str(argument).replace(" ", ".")
+        pairs = [
+            str(argument).split(" ")
             for _ in range(_LEGACY_PICKLES)
             for opcode, argument, _ in pickletools.genops(file)
             if opcode.name == "GLOBAL"
-        }
+        ]
+    named = {f"{_RENAMED.get(module, module)}.{name}" for module, name in pairs}
     allowed = {
         kind[1] if isinstance(kind, tuple) else f"{kind.__module__}.{kind.__qualname__}"
         for kind in torch.serialization.get_safe_globals()
