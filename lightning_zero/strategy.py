@@ -30,7 +30,7 @@ from lightning_zero.callbacks import StepObserver, TraceLog
 from lightning_zero.checkpoint import sharded
 from lightning_zero.checkpoint.files import ZeroCheckpointIO, failing_together
 from lightning_zero.checkpoint.names import frozen_names, plain_name, with_names_of
-from lightning_zero.checkpoint.stored import loaded
+from lightning_zero.checkpoint.stored import read_when_loaded
 from lightning_zero.comm import ShardGroups
 from lightning_zero.comm.groups import DEFAULT_TIMEOUT
 from lightning_zero.config import (
@@ -436,11 +436,11 @@ class ZeroStrategy(DDPStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         state, strict = self._own_names(checkpoint["state_dict"], strict)
-        checkpoint = {**checkpoint, "state_dict": loaded(state)}
+        checkpoint = {**checkpoint, "state_dict": state}
         scope = opened(self.lightning_module)
         if self._engine is not None:
             scope = self._engine.loading()
-        with scope:
+        with scope, read_when_loaded(self._loaded_module()):
             super().load_model_state_dict(checkpoint, strict=strict)
 
     @override
@@ -490,11 +490,14 @@ class ZeroStrategy(DDPStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             engine.load_optimizer_state_dict(_plain(optimizer), state)
 
+    def _loaded_module(self) -> pl.LightningModule:
+        if self.lightning_module is None:
+            raise RuntimeError("there is no model to load weights into")
+        return self.lightning_module
+
     def _own_names(self, state: Mapping[str, Any], strict: bool) -> tuple[dict[str, Any], bool]:
         """A saved state dict as this model names it, and whether torch is to be strict about it."""
-        module = self.lightning_module
-        if module is None:
-            raise AssertionError("weights are loaded into a model")
+        module = self._loaded_module()
         with nullcontext() if self._engine is None else self._engine.sharded_state_dict():
             own = list(module.state_dict())
         named = with_names_of(state, own)

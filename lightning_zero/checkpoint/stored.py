@@ -9,11 +9,14 @@ other.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from lightning_zero.params import parameter_dict
 
 Reader = Callable[["StoredTensor", Tensor, int], None]
 """Fills a 1-D tensor with the elements of a stored one, from an index on."""
@@ -116,6 +119,29 @@ def loaded(checkpoint: Any) -> Any:
     return _mapped(
         checkpoint, lambda value: isinstance(value, StoredTensor), lambda value: value.full()
     )
+
+
+@contextmanager
+def read_when_loaded(module: nn.Module) -> Iterator[None]:
+    """Inside, ``load_state_dict`` takes stored tensors too, and reads those of a module at a time.
+
+    Args:
+        module: The module that is loaded into.
+    """
+
+    def bring_in(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name in (*parameter_dict.plain(module), *module._buffers):
+            value = state.get(prefix + name)
+            if isinstance(value, StoredTensor):
+                state[prefix + name] = value.full()
+
+    modules: list[Any] = list(module.modules())  # the method has no types
+    handles = [each.register_load_state_dict_pre_hook(bring_in) for each in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _mapped(value: Any, is_wanted: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:

@@ -28,7 +28,7 @@ def test_choice_composes_and_builds_a_strategy(group, choice):
 
 def test_groups_are_the_documented_ones():
     groups = {group for group, _ in CHOICES}
-    assert groups == {"stage", "overlap", "model", "data", "trainer"}
+    assert groups == {"stage", "overlap", "checkpoint", "model", "data", "trainer"}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
