@@ -101,7 +101,7 @@ def test_a_file_is_the_same_and_no_two_tensors_are_in_memory(truth, tmp_path, mo
     )
     monkeypatch.setattr(spool, "IN_MEMORY", set())  # wherever tests have their files
     import_deepspeed(tmp_path / "run", tmp_path / "new" / "one.ckpt")
-    assert len(kept) == 7 + 2 + 4 + 2 * 7  # trained, frozen, buffers, moments
+    assert len(kept) == 7 + 2 + 2 + 2 * 7  # trained, frozen, buffers, moments
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["one.ckpt"]
     found = torch.load(tmp_path / "new" / "one.ckpt", weights_only=True)
     assert list(found) == list(expected)
@@ -126,23 +126,42 @@ def test_training_goes_on_from_the_file(stage, tmp_path):
     assert torch.equal(loaded.up.weight, module.up.weight)
 
     resumed = Odd(batches=2)
-    user = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    user = one_process(max_epochs=1)
     user.fit(resumed, ckpt_path=tmp_path / "one.ckpt")
     assert (resumed.lowest_step, user.global_step) == (3, 5)
-    for tokens in [*resumed.train_dataloader()]:
+    for tokens in resumed.train_dataloader():
         optimizer.zero_grad()
         module(tokens).backward()
         optimizer.step()
     for name, value in module.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], value), name
+
+
+def one_process(**options):
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    return pl.Trainer(accelerator="cpu", devices=1, **dict.fromkeys(quiet, False), **options)
+
+
+def test_what_lightning_puts_into_a_folder_comes_back(tmp_path):
+    """Its strategy gives DeepSpeed all of a checkpoint but weights and optimizer states."""
+    module, user = Odd(), one_process(max_epochs=1)
+    user.fit(module)
+    user.save_checkpoint(tmp_path / "plain.ckpt")
+    plain = torch.load(tmp_path / "plain.ckpt", weights_only=True)
+    client = {k: v for k, v in plain.items() if k not in ("state_dict", "optimizer_states")}
+    Layout(3, 2, client=client).write(tmp_path / "run", module, user.optimizers[0])
+    import_deepspeed(tmp_path / "run", tmp_path / "one.ckpt")
+    found = torch.load(tmp_path / "one.ckpt", weights_only=True)
+    check(found, module, user.optimizers[0])
+    assert found.keys() == plain.keys()
+    assert {key: found[key] for key in client} == client
+    states = []
+    for name in ("plain", "one"):
+        resumed, user = Odd(), one_process(max_epochs=3)
+        user.fit(resumed, ckpt_path=tmp_path / f"{name}.ckpt")
+        assert (resumed.lowest_step, user.global_step, user.current_epoch) == (6, 9, 3)
+        states.append(resumed.state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
 def with_prefix(model):
