@@ -3,6 +3,7 @@
 #
 #   make train ARGS="stage=2 model=tiny"
 #   make test
+#   make restore-matrix
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -11,7 +12,7 @@ ARGS ?=
 SOURCES := lightning_zero recipes tests conf cuda
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint format types coverage clean
+.PHONY: help setup train test lint format types coverage restore-matrix clean
 
 help:
 	@sed -n 's/^#  *make/make/p' Makefile
@@ -43,6 +44,10 @@ types: $(STAMP)
 # One thread a rank: the tests start several ranks on few cores.
 coverage: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --cov --cov-report=term --cov-fail-under=90 $(ARGS)
+
+# Writes the README's table of checkpoints and their readers.
+restore-matrix: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.distributed.test_restore_matrix --write
 
 clean:
 	rm -rf .venv build dist *.egg-info .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache
