@@ -21,7 +21,7 @@ class PrefetchOptions:
 
     reuse_distance_numel: int | None = None
     """Keep a bucket if no more than this is used before its own next use; 0 keeps it only if its
-    own use comes next, None if at most one other bucket comes before it."""
+    own use comes next, None if at most two other buckets come before it."""
 
     persistent_numel: int = 0
     """Parameters up to this size are never released; their optimizer state is sharded still."""

@@ -77,9 +77,9 @@ class ParameterCoordinator:
         self._counted = self._frozen if options.max_live_numel is None else coming
         self._prefetch_numel = options.prefetch_numel if overlap_comm else 0
         reuse_numel = options.reuse_distance_numel
-        if reuse_numel is None:  # room for one more bucket there is only with overlap
+        if reuse_numel is None:  # what would be fetched ahead at once need not go; see prefetching
             largest_numel = max((b.layout.padded_numel for b in buckets), default=0)
-            reuse_numel = largest_numel if overlap_comm else 0
+            reuse_numel = AHEAD_COUNT * largest_numel if overlap_comm else 0
         self._reuse_numel = reuse_numel
         self._users: Counter[int] = Counter()
         self._frames: list[_Frame] = []

@@ -153,7 +153,8 @@ def test_first_step_fetches_each_bucket_when_it_is_needed(ranks):
 def test_later_steps_fetch_ahead_what_the_buckets_imply(ranks):
     """Only the first layer is not fetched ahead.
 
-    The last one stays for backward; the one before it is fetched again while forward still runs.
+    The last one stays for backward; the two before it are fetched again while forward still runs,
+    and with four layers nothing is left to fetch in backward.
     """
     for rank in ranks:
         assert rank["stage 3"]["later_steps"] == 2
@@ -164,11 +165,9 @@ def test_later_steps_fetch_ahead_what_the_buckets_imply(ranks):
         assert {kind: per_step[kind] for kind in FETCH_TIMERS if kind in per_step} == {
             "forward_fetch_submit": (1, 1),
             "forward_fetch_wait": (LAYERS, LAYERS),
-            "forward_prefetch_submit": (LAYERS, LAYERS),
-            "forward_all_gather": (LAYERS + 1, LAYERS + 1),
+            "forward_prefetch_submit": (LAYERS + 1, LAYERS + 1),
+            "forward_all_gather": (LAYERS + 2, LAYERS + 2),
             "backward_fetch_wait": (LAYERS - 2, LAYERS - 2),
-            "backward_prefetch_submit": (LAYERS - 3, LAYERS - 3),
-            "backward_all_gather": (LAYERS - 3, LAYERS - 3),
         }
         assert per_step["release"] == (2 * LAYERS - 2, 2 * LAYERS - 2)
         assert per_step["reduce"] == (LAYERS, LAYERS)
