@@ -33,13 +33,7 @@ from lightning_zero.checkpoint.names import frozen_names, plain_name, with_names
 from lightning_zero.checkpoint.stored import read_when_loaded
 from lightning_zero.comm import ShardGroups
 from lightning_zero.comm.groups import DEFAULT_TIMEOUT
-from lightning_zero.config import (
-    GatherBy,
-    StartMethod,
-    ZeroOptions,
-    start_method_of,
-    timedelta_of,
-)
+from lightning_zero.config import GatherBy, StartMethod, ZeroOptions, start_method_of, timedelta_of
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.formats import CheckpointForm, ConsolidatedForm, ShardedForm
 from lightning_zero.held import Wanted
@@ -520,10 +514,9 @@ class ZeroStrategy(DDPStrategy):
         return self._groups
 
     def _failing_together(self, what: str) -> AbstractContextManager[None]:
-        """An error of one rank inside is raised on all of them, while they are connected."""
-        if self._groups is None:
-            return nullcontext()
-        return failing_together(self._groups.control, what)
+        """An error of one rank inside is raised on all of them, if they are connected."""
+        is_connected = self.lightning_module is not None
+        return failing_together(self._shard_groups().control if is_connected else None, what)
 
     # Checks.
 

@@ -15,7 +15,6 @@ import os
 import pathlib
 import pickle
 import random
-import shutil
 import string
 import zipfile
 import zlib
@@ -57,8 +56,6 @@ MAX_STEM_NBYTES = 160
 ZIP_START = b"PK\x03\x04"
 NOT_FOR_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EBADF}
 """What file systems answer that cannot bring a folder to the disk."""
-FULL_NBYTES = 4 * 2**20
-"""A disk with less space than this is taken for full, when a write to it has failed."""
 
 HARMLESS: tuple[Any, ...] = (
     argparse.Namespace,
@@ -196,32 +193,34 @@ def save_file(checkpoint: Checkpoint, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as unfinished:
         try:
-            torch.save(checkpoint, unfinished)
-        except RuntimeError as error:  # torch says neither which file nor why
-            raise _write_error(path, error) from error
+            with unfinished.open("wb") as file:  # of a path, torch would write the random name
+                torch.save(checkpoint, file)
+        except (RuntimeError, OSError) as error:
+            raise write_error(path, error) from error
 
 
-def _write_error(path: Path, error: RuntimeError) -> Exception:
-    free_nbytes = shutil.disk_usage(path.parent).free
-    if free_nbytes < FULL_NBYTES:
-        return OSError(
-            errno.ENOSPC,
-            f"the disk is full ({free_nbytes} bytes are free), so this checkpoint was not written,"
-            " and an earlier one of this name is untouched. Free some space, or save elsewhere",
-            str(path),
-        )
-    return RuntimeError(
-        f"{path}: the checkpoint could not be written ({free_nbytes} bytes are free on its disk)."
-        f" {type(error).__name__}: {error}"
+def write_error(path: Path, error: Exception) -> Exception:
+    """What to raise where a checkpoint could not be written: whether the disk is full."""
+    """The error of the disk, which torch hides behind one of its own."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    if found is None:
+        return RuntimeError(f"{path}: this checkpoint could not be written. {error}")
+    why = "the disk is full" if found.errno == errno.ENOSPC else found.strerror
+    return OSError(
+        found.errno,
+        f"{why}, so this checkpoint was not written, and an earlier one of its name is untouched",
+        str(path),
     )
 
 
 @contextmanager
-def failing_together(collectives: Collectives, what: str) -> Iterator[None]:
+def failing_together(collectives: Collectives | None, what: str) -> Iterator[None]:
     """An error that any rank meets inside is raised on all ranks; for all of them to enter.
 
     Args:
-        collectives: Group of the ranks.
+        collectives: Group of the ranks; None for one that is alone.
         what: What they do, for the ranks that could do their part.
 
     Raises:
@@ -233,7 +232,7 @@ def failing_together(collectives: Collectives, what: str) -> Iterator[None]:
     except Exception as error:
         problem = error
     text = "" if problem is None else f"{type(problem).__name__}: {problem}"
-    told = collectives.exchange_objects(text, what)
+    told = [text] if collectives is None else collectives.exchange_objects(text, what)
     if problem is not None:
         raise problem
     failed = [f"rank {rank}: {theirs}" for rank, theirs in enumerate(told) if theirs]
