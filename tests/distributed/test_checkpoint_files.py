@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import subprocess
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -46,7 +48,7 @@ class Own(TorchCheckpointIO):
     """A user's."""
 
 
-def test_ours_is_the_default_and_a_users_own_is_respected():
+def test_ours_is_the_default_and_a_users_own_is_respected(tmp_path):
     own = Own()
     for given, outer, inner in (
         (None, ZeroCheckpointIO, None),
@@ -70,6 +72,10 @@ def test_ours_is_the_default_and_a_users_own_is_respected():
                 assert given is None or found is given
                 assert inner is None or type(found.checkpoint_io) is inner
     assert type(found.checkpoint_io.checkpoint_io) is ZeroCheckpointIO
+    found = ZeroStrategy(3, checkpoint_io=AsyncCheckpointIO()).checkpoint_io
+    found.save_checkpoint({"epoch": 1}, tmp_path / "a.ckpt")
+    found.teardown()
+    assert found.load_checkpoint(tmp_path / "a.ckpt") == {"epoch": 1}
 
 
 # Errors.
@@ -157,9 +163,9 @@ def test_what_one_rank_cannot_write_or_read_is_an_error_on_all_of_them(disk, tmp
 # Loading while training.
 
 
-def other_weights(dtype):
+def other_weights(dtype, seed=3):
     """Values that no training has made."""
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(seed)
     state = Language().state_dict()
     return {n: torch.randn(v.shape, generator=generator).to(dtype) for n, v in state.items()}
 
@@ -195,15 +201,16 @@ class Loading(Language):
             return
         zero = self.trainer.strategy
         Noting.engine, Noting.notes = zero.engine, []
-        for state in self.states:
-            load = {"state_dict": state}
-            kind, said = error_of(
-                lambda load=load: zero.load_model_state_dict(load, strict=self.strict_loading)
-            )
-            self.errors.append((kind, said))
+        for number, state in enumerate(self.states):
+            with zero.full_params() if number == 2 else nullcontext():
+                load = partial(zero.load_model_state_dict, {"state_dict": state})
+                self.errors.append(error_of(partial(load, strict=self.strict_loading)))
+            if number == 1:
+                self.notes = Noting.notes[:]
         self.still_whole = whole_count(self)
         self.bucket_count = len(zero.engine.buckets)
         self.saved = zero.lightning_module_state_dict()
+        self.states_saved = zero.optimizer_state(zero.optimizers[0])["state"]
 
 
 def still(module):
@@ -211,21 +218,39 @@ def still(module):
     return torch.optim.AdamW(module.parameters(), lr=0.0)
 
 
+def masters_of(module):
+    """How many fp32 masters follow the weights that were loaded; on rank 0, which tells all."""
+    count = 0
+    if dist.get_rank() == 0:
+        names = [name for name, _ in module.named_parameters()]
+        for number, state in module.states_saved.items():
+            master = state.get("master_weight")
+            if master is not None:
+                assert torch.equal(master.bfloat16(), module.saved[names[number]]), names[number]
+                count += 1
+    told = torch.tensor(count)
+    dist.broadcast(told, 0)
+    return int(told)
+
+
 def load_while_training(folder):
     found = {}
     for stage in STAGES:
         for precision, dtype in (("32-true", torch.float32), ("bf16-true", torch.bfloat16)):
             new = other_weights(dtype)
-            module = Loading(new, new)  # and again
+            first = other_weights(dtype, seed=4)
+            module = Loading(first, first, new)  # once more, and in a scope
             user = trainer(strategy(stage), 2, precision=precision, max_steps=3)
             user.fit(module)
             found[stage, precision] = {
-                "errors": module.errors == [("none", "")] * 2,
+                "errors": module.errors == [("none", "")] * 3,
                 "kept by a step": equal(weights(module), new),
                 "saved": equal(module.saved, new if dist.get_rank() == 0 else {}),
                 "at a time": stage < 3
-                or 1 <= max(Noting.notes) <= 3 < len(Noting.engine.table.masters),
+                or 1 <= max(module.notes) <= 3 < len(Noting.engine.table.masters),
                 "gone after": module.still_whole == 0,
+                "masters": masters_of(module)
+                == (len(list(module.parameters())) if dtype.itemsize == 2 else 0),
             }
         names = list(new)
         wrong = {**other_weights(torch.float32), "more": torch.ones(1)}
