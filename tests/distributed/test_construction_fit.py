@@ -283,9 +283,9 @@ BIG_NUMEL = BIG_WIDTH * (BIG_WIDTH + 1)  # of a layer
 class Big(pl.LightningModule):
     """Weights of 288 MiB, in layers of 4 MiB; one layer in two is trained with momentum."""
 
-    def __init__(self, path=None):
+    def __init__(self, path=None, save_path=None):
         super().__init__()
-        self.net, self.path = None, path
+        self.net, self.path, self.save_path = None, path, save_path
 
     def configure_model(self):
         if self.net is None:
@@ -295,6 +295,10 @@ class Big(pl.LightningModule):
         if self.path is not None:  # once more, while it is trained
             strategy = self.trainer.strategy
             strategy.load_model_state_dict(strategy.load_checkpoint(self.path))
+
+    def on_train_end(self):
+        if self.save_path is not None:  # while its gradients are in memory
+            self.trainer.save_checkpoint(self.save_path)
 
     def train_dataloader(self):
         data = torch.randn(2, 1, BIG_WIDTH, generator=torch.Generator().manual_seed(1))
@@ -344,11 +348,10 @@ def fit_and_save(path, spare_nbytes):
     runner.fit_loop.max_epochs = 2
     limit_memory(spare_nbytes)
     torch.manual_seed(5 + dist.get_rank())
-    module = Big()
+    module = Big(save_path=path)
     runner.fit(module)
     assert owner_of(module) is not None  # it does not fit whole, so it is sharded again
     assert runner.global_step == 7
-    runner.save_checkpoint(path)
 
 
 def fit_sharded(path, spare_nbytes):
@@ -358,6 +361,7 @@ def fit_sharded(path, spare_nbytes):
     runner = trainer(big_strategy(), 4, max_epochs=3, limit_train_batches=1)
     runner.fit(Big(path), ckpt_path=path)
     assert runner.global_step == 8
+    limit_memory(spare_nbytes // 4)
     runner.save_checkpoint(path + "2")
 
 
