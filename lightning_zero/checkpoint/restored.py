@@ -5,9 +5,9 @@ stored in parts (``StoredTensor``).
 
 [Note: names]
 Our own checkpoints, those with named parameters (``model.named_parameters()`` given to the
-optimizer) and FSDP's full ones say what their state belongs to. Then parameters may have been
-added, removed, frozen or put into other groups since. Others only have numbers: their optimizer
-must have groups of the same sizes.
+optimizer) and those whose state is under names say what it belongs to. Then parameters may have
+been added, removed, frozen or put into other groups since. Others only have numbers: their
+optimizer must have groups of the same sizes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +64,7 @@ def load_optimizer_state_dict(
     Raises:
         ValueError: The state cannot belong to these parameters; on all ranks.
     """
-    saved, notice = _matched(optimizer, state_dict, names)
+    saved, notice = _matched(optimizer, table, state_dict, names)
     if notice and is_speaker:
         warnings.warn(notice, RestoreWarning, stacklevel=2)
     _check_shapes(saved, table, names)
@@ -92,13 +93,37 @@ def load_optimizer_state_dict(
 
 
 def _matched(
-    optimizer: Optimizer, state_dict: Mapping[str, Any], names: Mapping[nn.Parameter, str]
+    optimizer: Optimizer,
+    table: PieceTable,
+    state_dict: Mapping[str, Any],
+    names: Mapping[nn.Parameter, str],
 ) -> tuple[_Saved, str]:
     """What was saved for whom, and what to tell about the rest."""
     saved_names = _saved_names(state_dict)
     if saved_names is None:
         return _by_number(optimizer, state_dict), ""
-    return _by_name(optimizer, state_dict, saved_names, names)
+    all_saved = set(chain.from_iterable(saved_names))
+    own = _own_names(optimizer, all_saved, names)
+    if NAMES_KEY not in state_dict and all_saved.isdisjoint(own.values()):
+        # Names that a user has made up, or of a part of the model. Torch takes no notice of them.
+        return _by_number(optimizer, state_dict), ""
+    elsewhere = {plain_name(name) for parameter, name in names.items() if parameter in table}
+    return _by_name(optimizer, table, state_dict, saved_names, own, elsewhere)
+
+
+def _own_names(
+    optimizer: Optimizer, saved: set[str], names: Mapping[nn.Parameter, str]
+) -> dict[nn.Parameter, str]:
+    """Names of this optimizer's parameters: in the model, or as given to it if the saved ones are.
+
+    An optimizer of ``model.net.named_parameters()`` has names that lack ``net.``.
+    """
+    in_model = {p: plain_name(names.get(p, "")) for p in parameters_of(optimizer)}
+    given = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
+    if len(given) != len(in_model):
+        return in_model
+    as_given = dict(zip(in_model, map(plain_name, given), strict=True))
+    return max((in_model, as_given), key=lambda own: len(saved.intersection(own.values())))
 
 
 def _saved_names(state_dict: Mapping[str, Any]) -> list[list[str]] | None:
@@ -124,8 +149,8 @@ def _by_number(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> _Saved:
         raise ValueError(
             f"the checkpoint's {type(optimizer).__name__} has parameter groups of {saved_sizes}"
             f" parameters, but this one has groups of {sizes}, and the checkpoint does not name"
-            " its parameters. Build the optimizer as it was when the checkpoint was written, or"
-            " load the weights only."
+            " its parameters as this one does. Build the optimizer as it was when the checkpoint"
+            " was written, or load the weights only."
         )
     numbers = (number for group in saved_groups for number in group["params"])
     state = {
@@ -138,10 +163,13 @@ def _by_number(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> _Saved:
 
 def _by_name(
     optimizer: Optimizer,
+    table: PieceTable,
     state_dict: Mapping[str, Any],
     saved_names: list[list[str]],
-    names: Mapping[nn.Parameter, str],
+    own: Mapping[nn.Parameter, str],
+    trained: set[str],
 ) -> tuple[_Saved, str]:
+    """State by name; ``trained`` are the names of what any optimizer of the model trains."""
     groups = state_dict["param_groups"]
     by_name: dict[str, State] = {}
     group_of: dict[str, int] = {}
@@ -150,37 +178,37 @@ def _by_name(
             group_of[name] = index
             if number in state_dict["state"]:
                 by_name[name] = state_dict["state"][number]
-    own = {
-        parameter: plain_name(names.get(parameter, "")) for parameter in parameters_of(optimizer)
-    }
     state = {parameter: by_name[name] for parameter, name in own.items() if name in by_name}
-    if by_name and not state:
+    if not state and not trained.isdisjoint(by_name):
         raise ValueError(
-            f"no parameter of this {type(optimizer).__name__} is named as one that the checkpoint"
-            f" has state of: it has {_some(own.values())}, the checkpoint has {_some(by_name)}."
-            " Give the optimizers the order and the parameters they had, or load the weights only."
+            f"all state that the checkpoint has for this {type(optimizer).__name__} is of"
+            f" parameters that another optimizer trains: {_some(sorted(trained & by_name.keys()))};"
+            f" this one has {_some(own.values())}. Give the optimizers the order and the parameters"
+            " they had, or load the weights only."
         )
-    fresh = [name for name in own.values() if name not in group_of]
-    notice = _notice(optimizer, fresh, sorted(group_of.keys() - own.values()))
-    options = [
-        _options_for([own[p] for p in group["params"]], index, optimizer, group_of, groups)
-        for index, group in enumerate(optimizer.param_groups)
-    ]
-    return _Saved(state, options), notice
+    fresh = [name for p, name in own.items() if name not in group_of and p in table]
+    used = {name for parameter, name in own.items() if parameter in table}
+    dropped = sorted(name for name in group_of if name not in used and name in by_name)
+    return _Saved(state, _options_by_name(optimizer, own, group_of, groups)), _notice(
+        optimizer, fresh, dropped
+    )
 
 
-def _options_for(
-    own: Sequence[str],
-    index: int,
+def _options_by_name(
     optimizer: Optimizer,
+    own: Mapping[nn.Parameter, str],
     group_of: Mapping[str, int],
     groups: Sequence[State],
-) -> State | None:
-    """Options of a group: those of the saved group in its place, or that most of it comes from."""
-    if len(groups) == len(optimizer.param_groups):
-        return _options(groups[index])
-    came_from = Counter(group_of[name] for name in own if name in group_of)
-    return _options(groups[came_from.most_common(1)[0][0]]) if came_from else None
+) -> list[State | None]:
+    """Options of each group: of the saved one that most of it comes from; its own if all is new."""
+    found: list[State | None] = []
+    for index, group in enumerate(optimizer.param_groups):
+        votes = Counter(group_of[own[p]] for p in group["params"] if own[p] in group_of)
+        most = max(votes.values(), default=0)
+        likely = [at for at, count in votes.items() if count == most]
+        came_from = index if index in likely else next(iter(likely), None)
+        found.append(None if came_from is None else _options(groups[came_from]))
+    return found
 
 
 def _options(group: Mapping[str, Any]) -> State:
@@ -194,7 +222,9 @@ def _notice(optimizer: Optimizer, fresh: list[str], dropped: list[str]) -> str:
     if fresh:
         told.append(f"the checkpoint does not know {_some(fresh)}, which start fresh")
     if dropped:
-        told.append(f"its state of {_some(dropped)} is not used, since this {kind} lacks them")
+        told.append(
+            f"its state of {_some(dropped)} is not used, since this {kind} does not train them"
+        )
     return f"{kind}: {'; '.join(told)}." if told else ""
 
 
@@ -211,30 +241,55 @@ def _some(names: Any) -> str:
 
 def _check_shapes(saved: _Saved, table: PieceTable, names: Mapping[nn.Parameter, str]) -> None:
     """Every rank looks at every parameter, so all of them raise, or none."""
-    wrong = []
+    strange: list[str] = []
+    cut: list[str] = []
     for parameter, states in saved.state.items():
-        master = table.master_of(parameter)
-        if master is None:
+        if parameter not in table:
             continue
         place, slot = table.place[parameter]
-        layout, shape = place.layout, place.layout.slots[slot].shape
+        layout, shape = place.layout, tuple(place.layout.slots[slot].shape)
         first, last = layout.slots[slot].offset, layout.slots[slot].end - 1
         is_cut = first // layout.shard_numel < last // layout.shard_numel
-        for key, value in states.items():
-            if not isinstance(value, (Tensor, StoredTensor)) or len(value.shape) == 0:
-                continue
-            if tuple(value.shape) != tuple(shape) and (is_cut or key == MASTER_KEY):
-                wrong.append(
-                    f"{key!r} of {names.get(parameter, '?')!r} has shape {tuple(value.shape)}, the"
-                    f" parameter has {tuple(shape)}"
+        shapes = {key: tuple(v.shape) for key, v in states.items() if _is_array(v)}
+        is_strange = _is_of_another_parameter(shapes, shape)
+        for key, found in shapes.items():
+            if found != shape and (is_strange or is_cut):
+                (strange if is_strange else cut).append(
+                    f"{key!r} of {names.get(parameter, '?')!r} has shape {found}, the parameter has"
+                    f" {shape}"
                 )
+    wrong = strange or cut
     if wrong:
         raise ValueError(
             f"optimizer state in the checkpoint does not fit: {'; '.join(wrong[:MAX_NAMED])}"
-            f"{' and more' if len(wrong) > MAX_NAMED else ''}. State of another shape than its"
-            " parameter cannot be cut for a rank: load it with the sharding it was written with"
-            " (shard_by='tensor', the same number of ranks), or load the weights only."
+            f"{' and more' if len(wrong) > MAX_NAMED else ''}. {_HAS_CHANGED if strange else _CUT}"
         )
+
+
+_HAS_CHANGED = (
+    "Build the model as it was when the checkpoint was written, or load the weights only."
+)
+_CUT = (
+    "State of another shape than its parameter cannot be cut for a rank: load it with the sharding"
+    " it was written with (shard_by='tensor', the same number of ranks), or load the weights only."
+)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (Tensor, StoredTensor)) and len(value.shape) > 0
+
+
+def _is_of_another_parameter(shapes: Mapping[str, tuple[int, ...]], shape: tuple[int, ...]) -> bool:
+    """Whether states are one per element of a parameter, but not of one of this shape.
+
+    Rows, columns and factors are no such states: they have several shapes, or stretch to this one.
+    """
+    if shapes.get(MASTER_KEY, shape) != shape:
+        return True
+    (one, *others) = set(shapes.values()) or {shape}
+    if others or one == shape or len(one) != len(shape):
+        return False
+    return any(size not in (1, wanted) for size, wanted in zip(one, shape, strict=True))
 
 
 def _cut_states(piece: MasterPiece, saved: State) -> State:

@@ -68,6 +68,23 @@ class StoredTensor:
         """The full tensor, read from the files."""
         return self.read(0, self.numel).as_strided(self.shape, self.stride)
 
+    def __getattr__(self, name: str) -> Any:
+        """Explain to hooks of users why there is no tensor.
+
+        Raises:
+            AttributeError: Always.
+        """
+        if name.startswith("_"):
+            raise AttributeError(name)
+        todo = (
+            "use checkpoint='consolidated' to see or change full tensors in on_save_checkpoint"
+            if self.reader is None
+            else "its full() reads the tensor from the files"
+        )
+        raise AttributeError(
+            f"{self.key!r} of a sharded checkpoint is not in memory, so it has no {name!r}: {todo}"
+        )
+
 
 class Part(NamedTuple):
     """A run of elements of a stored tensor that this rank holds."""
