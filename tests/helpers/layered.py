@@ -99,25 +99,29 @@ def user_of(stage: int | None, strategy_options: Mapping[str, Any] = {}, **optio
 def saved(
     path: Path, stage: int | None, module: pl.LightningModule, **strategy_options: Any
 ) -> Any:
-    """Train and save.
+    """Train, and save before the training ends.
 
     Returns:
         What the training held at its end, see :func:`held`; empty but on rank 0.
     """
-    user = user_of(stage, strategy_options, callbacks=[watch := Watch()])
-    user.fit(module)
-    user.save_checkpoint(path)
+    watch = Watch(path)
+    user_of(stage, strategy_options, callbacks=[watch]).fit(module)
     return watch.end
 
 
 class Watch(Callback):
-    """What a training has when it starts and when it ends, where states are full."""
+    """What a training has when it starts and when it ends, where states are full; saves then."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.start = held(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.end = held(trainer)
+        if self.path is not None:
+            trainer.save_checkpoint(self.path)
 
 
 def held(trainer: pl.Trainer) -> list[dict[str, Tensor]]:
