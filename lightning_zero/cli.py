@@ -14,6 +14,7 @@ from rich.table import Table
 from lightning_zero.__about__ import __version__
 from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.checkpoint.deepspeed import import_deepspeed
+from lightning_zero.checkpoint.valid import check_checkpoint, newest_valid
 from lightning_zero.plan.memory import model_state_nbytes
 
 GIB = 2**30
@@ -52,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     imported.add_argument(
         "--trust", action="store_true", help="make any object in it, which may run code"
     )
+    checked = commands.add_parser("check", help="whether a checkpoint is whole; which is newest")
+    checked.add_argument("path", type=Path, help="a checkpoint, or a folder with checkpoints in it")
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "consolidate":
@@ -60,11 +63,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.command == "import-deepspeed":
             _import_deepspeed(chosen.folder, chosen.file, chosen.trust)
             return 0
+        if chosen.command == "check":
+            found = str(_checked(chosen.path))
+            Console().print(found, markup=False, highlight=False, soft_wrap=True)
+            return 0
     except (OSError, RuntimeError, ValueError, ImportError, UnpicklingError) as error:
         Console(stderr=True).print(f"lightning-zero {chosen.command}: {error}", markup=False)
         return 1
     Console().print(_plan_table(chosen.numel, chosen.world_size, chosen.precision == "mixed"))
     return 0
+
+
+def _checked(path: Path) -> Path:
+    """The path, if it is a whole checkpoint, or the newest whole one in it."""
+    problem = check_checkpoint(path)
+    found = path if not problem else newest_valid(path)
+    if found is None:
+        raise RuntimeError(f"no whole checkpoint. {problem}")
+    return found
 
 
 def _import_deepspeed(folder: Path, file: Path, is_trusted: bool) -> None:

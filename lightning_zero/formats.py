@@ -173,8 +173,11 @@ class ShardedForm(CheckpointForm):
 
     def finish(self, timeout: timedelta | None = None) -> None:
         """See the base class."""
-        if self._saves is not None:
-            self._saves.wait(timeout)
+        saves = self._saves
+        if timeout is not None:
+            self._saves = None  # ranks may have stopped at different calls of its groups
+        if saves is not None:
+            saves.wait(timeout)
 
     def _parts(self) -> Sequence[Part]:
         parts = list(self._weights or ())

@@ -200,14 +200,18 @@ def save_file(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def write_error(path: Path, error: Exception) -> Exception:
-    """What to raise where a checkpoint could not be written: whether the disk is full."""
-    """The error of the disk, which torch hides behind one of its own."""
+    """What to raise where a checkpoint could not be written.
+
+    Args:
+        path: The checkpoint.
+        error: What was raised; torch hides the error of the disk behind one of its own.
+    """
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError):
         found = found.__cause__ or found.__context__
     if found is None:
         return RuntimeError(f"{path}: this checkpoint could not be written. {error}")
-    why = "the disk is full" if found.errno == errno.ENOSPC else found.strerror
+    why = "the disk is full" if found.errno == errno.ENOSPC else found.strerror or str(found)
     return OSError(
         found.errno,
         f"{why}, so this checkpoint was not written, and an earlier one of its name is untouched",

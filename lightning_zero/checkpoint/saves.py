@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_zero.checkpoint import sharded
-from lightning_zero.checkpoint.folders import remove
+from lightning_zero.checkpoint.files import failing_together
+from lightning_zero.checkpoint.folders import SideFolder, discard, remove_leftovers
 from lightning_zero.checkpoint.stored import Part, stored_in
 from lightning_zero.comm import ShardGroups
 
-STALE_ENDING = ".part"
+Parts = Callable[[], Sequence[Part]]
 
 
 class ShardedSaves:
@@ -38,9 +39,7 @@ class ShardedSaves:
         self.stalled_s = 0.0
         """Seconds that training has waited for copies and for earlier saves."""
 
-    def begin(
-        self, target: Path, checkpoint: dict[str, Any], parts: Callable[[], Sequence[Part]]
-    ) -> None:
+    def begin(self, target: Path, checkpoint: dict[str, Any], parts: Parts) -> None:
         """Start to write a checkpoint; to be called on all ranks.
 
         Args:
@@ -52,26 +51,34 @@ class ShardedSaves:
             RuntimeError: The save before has failed, or a rank cannot copy what it holds.
         """
         begin_s = time.perf_counter()
-        self.wait()
-        problem, rest, wanted = "", b"", set[str]()
-        if self._control.rank == 0:
-            try:
-                wanted = {stored.key for stored in stored_in(checkpoint)}
-                rest = sharded.snapshot(checkpoint)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                _remove_stale(target)
-            except Exception as error:
-                problem = f"{type(error).__name__}: {error}"
-        told = self._control.exchange_objects(
-            (problem, secrets.token_hex(4), wanted), "save a sharded checkpoint"
-        )
-        problem, token, wanted = told[0]
-        if problem:
-            raise RuntimeError(f"the checkpoint {target} was not saved. Rank 0: {problem}")
-        copies = [part.copied() for part in parts() if part.tensor.key in wanted]
+        target = Path(os.path.abspath(target))  # the thread may see another working directory
+        side: SideFolder | None = None
+        try:
+            with failing_together(self._control, f"save the checkpoint {target}"):
+                self.wait()
+                rest, wanted = b"", set[str]()
+                if self._control.rank == 0:
+                    wanted = {stored.key for stored in stored_in(checkpoint)}
+                    rest = sharded.snapshot(checkpoint)
+                    with sharded.explained(target):
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        remove_leftovers(target, sharded.is_complete)
+                        side = SideFolder(target)
+            folder, wanted = self._control.exchange_objects(
+                (None if side is None else side.path, wanted), "save a sharded checkpoint"
+            )[0]
+            with failing_together(self._control, f"copy what belongs to the checkpoint {target}"):
+                copies = [part.copied() for part in parts() if part.tensor.key in wanted]
+        except BaseException:
+            if side is not None:
+                side.close()
+            raise
         self._target = target
         self._thread = threading.Thread(
-            target=self._write, args=(target, token, copies, rest), name="checkpoint", daemon=True
+            target=self._write,
+            args=(target, folder, copies, rest, side),
+            name="checkpoint",
+            daemon=True,
         )
         self._thread.start()
         self.stalled_s += time.perf_counter() - begin_s
@@ -79,7 +86,8 @@ class ShardedSaves:
     def remove(self, path: Path) -> None:
         """Remove a checkpoint, after the one under way is complete; if it fails, not at all."""
         self._removals.append(path)
-        if self._thread is None or not self._thread.is_alive():
+        is_done = self._thread is None or not self._thread.is_alive()
+        if is_done and self._error is None:
             self._remove_now()
 
     def wait(self, timeout: timedelta | None = None) -> None:
@@ -102,23 +110,24 @@ class ShardedSaves:
             self._removals.clear()  # what was to be replaced is the newest there is
             raise RuntimeError(
                 f"the checkpoint {self._target} was not saved; earlier ones are as they were."
-                f" {type(error).__name__}: {error}"
+                f" {error}"
             ) from error
         self._remove_now()
 
-    def _write(self, target: Path, token: str, parts: list[Part], rest: bytes) -> None:
+    def _write(
+        self, target: Path, folder: Path, parts: list[Part], rest: bytes, side: SideFolder | None
+    ) -> None:
         try:
-            sharded.write(target, token, parts, rest, self._group)
+            sharded.write(target, folder, parts, rest, self._group)
         except BaseException as error:
             self._error = error
+        finally:
+            if side is not None:
+                side.close()
+                if self._error is None:
+                    remove_leftovers(target, lambda _: False)
 
     def _remove_now(self) -> None:
         removals, self._removals = self._removals, []
         for path in removals if self._control.rank == 0 else ():
-            remove(path)
-
-
-def _remove_stale(target: Path) -> None:
-    """Remove what killed runs have left of this target."""
-    for left in target.parent.glob(f".{target.name}.*{STALE_ENDING}"):
-        remove(left)
+            discard(path)

@@ -12,19 +12,22 @@
 Ranks write into a hidden folder next to the target. When every rank's file is on the disk and the
 marker is written, the hidden folder and an earlier checkpoint of that name change places in one
 step, and the earlier one is removed. A run that is killed leaves the earlier one, or the new one.
+Only rank 0 moves and removes: another rank that gives up, because a third one is gone, must not
+take files from a folder that rank 0 is about to put in its place.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import shutil
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -32,7 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from lightning_zero.checkpoint.files import read_file, replacing
+from lightning_zero.checkpoint.files import read_file, replacing, write_error
 from lightning_zero.checkpoint.folders import put_in_place, sync_folder
 from lightning_zero.checkpoint.planners import METADATA_FILE, PartReader, PartSavePlanner
 from lightning_zero.checkpoint.stored import Part, described, from_description
@@ -57,9 +60,14 @@ def snapshot(checkpoint: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
+def is_complete(path: Path) -> bool:
+    """Whether a save into this folder has come to its end; :func:`check` looks into the files."""
+    return (path / MARKER).exists()
+
+
 def write(
     target: Path,
-    token: str,
+    folder: Path,
     parts: Sequence[Part],
     rest: bytes,
     group: ProcessGroup | None,
@@ -67,27 +75,28 @@ def write(
     """Write a checkpoint; to be called on all ranks, in any thread.
 
     Args:
-        target: The folder, on storage that all ranks see.
-        token: Name of this save, the same on all ranks.
+        target: Where it belongs, on storage that all ranks see.
+        folder: A hidden folder next to it, where it is written; it may be left there, or an earlier
+            checkpoint, for rank 0 to remove.
         parts: What this rank writes, in host memory.
         rest: See :func:`snapshot`; that of rank 0 counts.
         group: Group over which ranks tell each other what they wrote; None for one process.
 
     Raises:
-        Exception: A rank could not write; on all ranks. The target is as it was.
+        RuntimeError: A rank could not write; on all ranks. The target is as it was.
     """
-    writer = _Writer(target, token, rest)
     try:
         save_parts(
             {},
-            storage_writer=writer,
+            storage_writer=_Writer(target, folder, rest),
             planner=PartSavePlanner(parts),
             process_group=group,
             no_dist=group is None,
         )
-    except BaseException:
-        shutil.rmtree(writer.folder, ignore_errors=True)
-        raise
+    except CheckpointException as error:
+        causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+        told = (f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in causes.items())
+        raise RuntimeError("; ".join(told)) from error
 
 
 def read(path: Path, weights_only: bool | None, control: Collectives) -> dict[str, Any]:
@@ -159,36 +168,47 @@ def check(path: Path, rank: int = 0, world_size: int = 1) -> str:
     return ""
 
 
+@contextmanager
+def explained(target: Path) -> Iterator[None]:
+    """Says of an error while a checkpoint is written whether the disk is full."""
+    try:
+        yield
+    except Exception as error:
+        raise write_error(target, error) from error
+
+
 class _Writer(FileSystemWriter):
     """Adds check sums, the rest and the marker, and moves the folder to its place."""
 
-    def __init__(self, target: Path, token: str, rest: bytes) -> None:
-        self.folder = target.with_name(f".{target.name}.{token}.part")
-        super().__init__(self.folder)
+    def __init__(self, target: Path, folder: Path, rest: bytes) -> None:
+        super().__init__(folder)
+        self.folder = folder
         self._target, self._rest = target, rest
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """See the base class; done when the files are on the disk, with their check sums."""
-        done = super().write_data(plan, planner)
-        prefix = plan.storage_data.prefix
-        sums = {file.name: _sum_of(file) for file in self.folder.glob(f"{prefix}*.distcp")}
-        with replacing(self.folder / f"{prefix.rstrip('_')}{SUM_ENDING}") as part:
-            part.write_text(json.dumps(sums))
+        with explained(self._target):
+            done = super().write_data(plan, planner)
+            prefix = plan.storage_data.prefix
+            sums = {file.name: _sum_of(file) for file in self.folder.glob(f"{prefix}*.distcp")}
+            with replacing(self.folder / f"{prefix.rstrip('_')}{SUM_ENDING}") as part:
+                part.write_text(json.dumps(sums))
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Called on rank 0 when all ranks have written."""
-        super().finish(metadata, results)
-        with replacing(self.folder / REST) as part:
-            part.write_bytes(self._rest)
-        sums: dict[str, Any] = {}
-        for file in self.folder.glob(f"*{SUM_ENDING}"):
-            sums |= json.loads(file.read_text())
-        sums |= {name: _sum_of(self.folder / name) for name in (REST, METADATA_FILE)}
-        with replacing(self.folder / MARKER) as part:
-            part.write_text(json.dumps({"format": FORMAT, "files": sums}, indent=1))
-        sync_folder(self.folder)
-        put_in_place(self.folder, self._target)
+        with explained(self._target):
+            super().finish(metadata, results)
+            with replacing(self.folder / REST) as part:
+                part.write_bytes(self._rest)
+            sums: dict[str, Any] = {}
+            for file in self.folder.glob(f"*{SUM_ENDING}"):
+                sums |= json.loads(file.read_text())
+            sums |= {name: _sum_of(self.folder / name) for name in (REST, METADATA_FILE)}
+            with replacing(self.folder / MARKER) as part:
+                part.write_text(json.dumps({"format": FORMAT, "files": sums}, indent=1))
+            sync_folder(self.folder)
+            put_in_place(self.folder, self._target)
 
 
 def _sum_of(file: Path) -> tuple[int, int]:
