@@ -120,11 +120,6 @@ class ShardedForm(CheckpointForm):
         self._weights: WeightParts | None = None
         self._optimizers: dict[int, tuple[ZeroEngine, Optimizer]] = {}
 
-    @property
-    def stalled_s(self) -> float:
-        """Seconds that training has waited for saves."""
-        return 0.0 if self._saves is None else self._saves.stalled_s
-
     def module_state(self, engine: ZeroEngine | None, module: nn.Module) -> State:
         """See the base class; a ``StoredTensor`` stands for every parameter."""
         slices = owner_of(module) if engine is None else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -36,8 +35,6 @@ class ShardedSaves:
         self._target = Path()
         self._error: BaseException | None = None
         self._removals: list[Path] = []
-        self.stalled_s = 0.0
-        """Seconds that training has waited for copies and for earlier saves."""
 
     def begin(self, target: Path, checkpoint: dict[str, Any], parts: Parts) -> None:
         """Start to write a checkpoint; to be called on all ranks.
@@ -50,7 +47,6 @@ class ShardedSaves:
         Raises:
             RuntimeError: The save before has failed, or a rank cannot copy what it holds.
         """
-        begin_s = time.perf_counter()
         target = Path(os.path.abspath(target))  # the thread may see another working directory
         side: SideFolder | None = None
         try:
@@ -81,7 +77,6 @@ class ShardedSaves:
             daemon=True,
         )
         self._thread.start()
-        self.stalled_s += time.perf_counter() - begin_s
 
     def remove(self, path: Path) -> None:
         """Remove a checkpoint, after the one under way is complete; if it fails, not at all."""

@@ -198,6 +198,7 @@ class _Writer(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Called on rank 0 when all ranks have written."""
         with explained(self._target):
+            self._check_all_are_here(len(results))
             super().finish(metadata, results)
             with replacing(self.folder / REST) as part:
                 part.write_bytes(self._rest)
@@ -209,6 +210,17 @@ class _Writer(FileSystemWriter):
                 part.write_text(json.dumps({"format": FORMAT, "files": sums}, indent=1))
             sync_folder(self.folder)
             put_in_place(self.folder, self._target)
+
+
+    def _check_all_are_here(self, world_size: int) -> None:
+        ranks = range(world_size)
+        missing = [r for r in ranks if not (self.folder / f"__{r}{SUM_ENDING}").exists()]
+        if missing:
+            raise RuntimeError(
+                f"rank 0 does not see what rank(s) {missing} wrote to {self.folder}: a sharded"
+                " checkpoint needs a folder on storage that all ranks share. Save to one, or use"
+                " checkpoint='consolidated', which only rank 0 writes."
+            )
 
 
 def _sum_of(file: Path) -> tuple[int, int]:

@@ -10,6 +10,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_zero import ShardGroups
+from lightning_zero.checkpoint import sharded
+from lightning_zero.checkpoint.stored import Part, StoredTensor
 from lightning_zero.cli import main
 from tests.distributed.test_checkpoint import BATCHES, EPOCHS, Everything, trainer
 from tests.helpers.models import difference, equal, weights
@@ -95,3 +98,25 @@ def test_consolidated_file_equals_the_one_written_directly(folder, kind):
             for key, value in state.items():
                 assert torch.equal(value, mine["state"][number][key]), (number, key)
                 assert value.stride() == mine["state"][number][key].stride()
+
+
+def save_apart(folder: Path) -> str:
+    """Each rank writes to a folder of its own, as on hosts that share no storage."""
+    user = sharded_trainer("zero1", max_steps=1)
+    user.fit(Everything())
+    mine = folder / f"host{user.global_rank}"
+    mine.mkdir()
+    tensor = StoredTensor("a", torch.Size([4]), (1,), torch.float32)
+    parts = [Part(tensor, 2 * user.global_rank, torch.ones(2))]
+    group = ShardGroups.create().background()
+    try:
+        sharded.write(mine / "x.ckpt", mine / ".x.part", parts, sharded.snapshot({}), group)
+    except RuntimeError as error:
+        return str(error)
+    return "none"
+
+
+def test_ranks_that_share_no_storage_are_told_before_a_checkpoint_is_called_complete(tmp_path):
+    for message in run_ranks(save_apart, 2, tmp_path, timeout_s=60):
+        assert "rank 0 does not see what rank(s) [1] wrote" in message
+    assert not any((tmp_path / f"host{rank}" / "x.ckpt").exists() for rank in range(2))
