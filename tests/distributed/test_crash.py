@@ -21,10 +21,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_zero import ShardGroups, ZeroStrategy
 from lightning_zero.checkpoint import folders, sharded
+from lightning_zero.checkpoint.files import save_file
 from lightning_zero.checkpoint.saves import ShardedSaves
-from lightning_zero.checkpoint.stored import Part, StoredTensor
+from lightning_zero.checkpoint.stored import Part
 from lightning_zero.checkpoint.valid import check_checkpoint, newest_valid
-from lightning_zero.cli import main
 from tests.helpers import spawn
 from tests.helpers.crash import (
     RANKS,
@@ -33,7 +33,9 @@ from tests.helpers.crash import (
     Wide,
     check_end,
     hidden,
+    save,
     step_of,
+    stored,
     uninterrupted,
     visible,
 )
@@ -68,20 +70,12 @@ def test_a_killed_run_goes_on_to_the_same_end(setting, expected, tmp_path):
 # At every kind of moment of a sharded save, in one process without a Trainer.
 
 
-def stored(step: int) -> tuple[dict[str, Any], Callable[[], list[Part]]]:
-    """A checkpoint of one tensor, whose elements are the step."""
-    tensor = StoredTensor("w", torch.Size([1000]), (1,), torch.float32)
-    values = torch.full((1000,), float(step))
-    return {"global_step": step, "w": tensor}, lambda: [Part(tensor, 0, values)]
-
-
-def save(writer: ShardedSaves, path: Path, step: int) -> None:
-    writer.begin(path, *stored(step))
-    writer.wait()
-
-
 def die(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail(*_: Any) -> None:
+    raise OSError(errno.EIO, "no answer")
 
 
 def then_die(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,7 +136,7 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_death_in_a_save(moment, tmp_path):
+def test_death_in_a_save(moment, tmp_path, monkeypatch):
     process = spawn._context.Process(target=dies, args=(tmp_path, moment))
     process.start()
     process.join(60)
@@ -158,9 +152,14 @@ def test_death_in_a_save(moment, tmp_path):
     assert step_of(newest) == MOMENTS[moment]
     assert sharded.open_folder(newest)["w"].full().eq(MOMENTS[moment]).all()
 
+    # What is whole stays until another is, and a save of another name cleans up.
     writer = ShardedSaves(ShardGroups.create())
-    writer.begin(tmp_path / "other.ckpt", *stored(4))  # a save of another name cleans up
-    writer.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(sharded, "put_in_place", fail)
+        with pytest.raises(RuntimeError, match="no answer"):
+            save(writer, tmp_path / "other.ckpt", 4)
+    assert newest_valid(tmp_path) == newest
+    save(writer, tmp_path / "other.ckpt", 4)
     assert hidden(tmp_path) == []
     assert step_of(newest_valid(tmp_path)) == 4
 
@@ -195,6 +194,47 @@ def test_leftovers_of_another_host_stay_for_a_day(tmp_path):
     assert hidden(tmp_path) == []
 
 
+# The same for one file.
+
+
+def dies_in_a_file(path: Path, moment: str) -> None:
+    if moment == "half":
+        written = torch.save
+
+        def half(checkpoint: Any, file: Any, **options: Any) -> None:
+            written(checkpoint, file, **options)
+            file.truncate(2000)
+            die()
+
+        torch.save = half
+    elif moment == "before it has its name":
+        os.replace = die
+    else:
+        os.replace = then_die(os.replace)
+    save_file({"global_step": 2, "w": torch.ones(1000)}, path)
+
+
+@pytest.mark.parametrize(
+    ("moment", "step"), [("half", 1), ("before it has its name", 1), ("after", 2)]
+)
+def test_death_in_a_file(moment, step, tmp_path):
+    path = tmp_path / "last.ckpt"
+    save_file({"global_step": 1}, path)
+    with path.open("rb") as before:
+        process = spawn._context.Process(target=dies_in_a_file, args=(path, moment))
+        process.start()
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
+        assert bool(hidden(tmp_path)) == (step == 1)
+        assert newest_valid(tmp_path) == path
+        assert step_of(path) == step
+        save_file({"global_step": 3}, path)
+        assert hidden(tmp_path) == []
+        assert step_of(path) == 3
+        # Written anew beside it, and never over it: who reads keeps what was there.
+        assert torch.load(before)["global_step"] == 1
+
+
 # What is removed, and when.
 
 
@@ -202,10 +242,6 @@ def test_a_checkpoint_is_not_removed_for_one_that_has_failed(tmp_path, monkeypat
     """Also if the failure came before the removal was asked for."""
     writer = ShardedSaves(ShardGroups.create())
     save(writer, tmp_path / "old.ckpt", 1)
-
-    def fail(*_: Any) -> None:
-        raise OSError(errno.EIO, "no answer")
-
     monkeypatch.setattr(sharded, "put_in_place", fail)
     writer.begin(tmp_path / "new.ckpt", *stored(2))
     writer._thread.join()
@@ -227,65 +263,6 @@ def test_a_link_is_replaced_and_what_it_led_to_stays(tmp_path):
     save(writer, tmp_path / "file.ckpt", 3)
     assert step_of(tmp_path / "file.ckpt") == 3
     assert hidden(tmp_path) == []
-
-
-# Which checkpoint is whole.
-
-
-def test_newest_valid_passes_over_what_is_not_whole(tmp_path, capsys):
-    assert newest_valid(tmp_path / "absent") is None
-    assert newest_valid(tmp_path) is None
-    assert main(["check", str(tmp_path)]) == 1
-    writer = ShardedSaves(ShardGroups.create())
-    save(writer, tmp_path / "a.ckpt", 1)
-    torch.save({"global_step": 2, "w": torch.ones(1000)}, tmp_path / "b.ckpt")
-    save(writer, tmp_path / "c.ckpt", 3)
-    torch.save({"global_step": 4, "w": torch.ones(1000)}, tmp_path / "d.ckpt")
-    (tmp_path / "notes.txt").write_text("no checkpoint")
-    (tmp_path / "e.ckpt").symlink_to("d.ckpt")
-    found = []
-    for damage in (None, "d.ckpt", "c.ckpt/__0_0.distcp", "b.ckpt", "a.ckpt/complete.json"):
-        if damage == "b.ckpt":  # a part is missing
-            data = (tmp_path / damage).read_bytes()
-            (tmp_path / damage).write_bytes(data[:-100])
-        elif damage and damage.endswith("json"):
-            (tmp_path / damage).unlink()
-        elif damage:  # one bit of a tensor
-            data = bytearray((tmp_path / damage).read_bytes())
-            value = 3.0 if damage.startswith("c") else 1.0
-            data[data.index(torch.full((99,), value).numpy().tobytes())] ^= 1
-            times = (tmp_path / damage).stat()
-            (tmp_path / damage).write_bytes(data)
-            os.utime(tmp_path / damage, ns=(times.st_atime_ns, times.st_mtime_ns))
-        newest = newest_valid(tmp_path)
-        found.append(newest and newest.name)
-    assert found == ["d.ckpt", "c.ckpt", "b.ckpt", "a.ckpt", None]
-    assert main(["check", str(tmp_path)]) == 1
-    capsys.readouterr()
-
-
-def test_check_tells_the_newest_or_what_is_wrong(tmp_path, capsys):
-    save(ShardedSaves(ShardGroups.create()), tmp_path / "a.ckpt", 1)
-    for path in (tmp_path, tmp_path / "a.ckpt"):
-        assert main(["check", str(path)]) == 0
-        assert capsys.readouterr().out.strip() == str(tmp_path / "a.ckpt")
-    (tmp_path / "a.ckpt" / "rest.pt").write_bytes(b"")
-    assert main(["check", str(tmp_path / "a.ckpt")]) == 1
-    assert "rest.pt is damaged" in capsys.readouterr().err.replace("\n", " ")
-    assert main(["check", str(tmp_path / "b.ckpt")]) == 1
-    (tmp_path / "c.ckpt").write_text("no zip")
-    assert "not whole" in check_checkpoint(tmp_path / "c.ckpt")
-    (tmp_path / "d.ckpt").symlink_to("nowhere")
-    assert "leads to nowhere" in check_checkpoint(tmp_path / "d.ckpt")
-
-
-def test_files_without_check_sums_are_taken(tmp_path):
-    torch.serialization.set_crc32_options(False)
-    try:
-        torch.save({"w": torch.ones(9)}, tmp_path / "a.ckpt")
-    finally:
-        torch.serialization.set_crc32_options(True)
-    assert check_checkpoint(tmp_path / "a.ckpt") == ""
 
 
 # Errors of one rank.

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,9 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint.files import read_file
+from lightning_zero.checkpoint.saves import ShardedSaves
 from lightning_zero.checkpoint.sharded import MARKER, REST
+from lightning_zero.checkpoint.stored import Part, StoredTensor
 from lightning_zero.checkpoint.valid import check_checkpoint, newest_valid
 from tests.helpers import spawn
 from tests.helpers.models import equal, trainer, weights
@@ -127,6 +129,18 @@ def uninterrupted() -> dict[int, Any]:
     return found
 
 
+def stored(step: int) -> tuple[dict[str, Any], Callable[[], list[Part]]]:
+    """A checkpoint of one tensor, whose elements are the step."""
+    tensor = StoredTensor("w", torch.Size([1000]), (1,), torch.float32)
+    values = torch.full((1000,), float(step))
+    return {"global_step": step, "w": tensor}, lambda: [Part(tensor, 0, values)]
+
+
+def save(writer: ShardedSaves, path: Path, step: int) -> None:
+    writer.begin(path, *stored(step))
+    writer.wait()
+
+
 @dataclass
 class Figures:
     """What a campaign has seen."""
@@ -143,6 +157,14 @@ class Figures:
     survivor_s: float = 0.0
     checked: int = 0
     anew: int = 0
+
+    def add(self, other: Figures) -> None:
+        """Count those of another campaign in."""
+        for name in ("kills", "runs", "lost", "invalid", "checked", "anew"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.in_save += other.in_save
+        self.victims += other.victims
+        self.survivor_s = max(self.survivor_s, other.survivor_s)
 
     def __str__(self) -> str:
         return (
@@ -335,16 +357,19 @@ def main() -> None:
     chance = random.Random(chosen.seed)
     with tempfile.TemporaryDirectory(prefix="crash") as place:
         expected = spawn.run_ranks(uninterrupted, RANKS, timeout_s=RUN_S)
-        total, number = 0, 0
-        while total < chosen.kills:
+        total, number = Figures(), 0
+        while total.kills < chosen.kills:
             setting = SETTINGS[number % len(SETTINGS)]
             campaign = Campaign(Path(place) / str(number), setting, chance)
-            for _ in range(min(chosen.chain, chosen.kills - total)):
+            for _ in range(min(chosen.chain, chosen.kills - total.kills)):
                 campaign.kill_one()
             check_end(campaign.finish(), expected, setting.stage)
-            left = hidden(campaign.folder)
-            print(*setting, campaign.figures, f"left: {left}", flush=True)  # noqa: T201
-            total, number = total + campaign.figures.kills, number + 1
+            print(*setting, campaign.figures, flush=True)  # noqa: T201
+            assert hidden(campaign.folder) == []
+            total.add(campaign.figures)
+            number += 1
+    print(f"all: {total}")  # noqa: T201
+    assert (total.lost, total.invalid) == (0, 0)
 
 
 if __name__ == "__main__":
