@@ -16,6 +16,7 @@ from lightning_zero.access import (
     unregister_external_parameter,
 )
 from lightning_zero.checkpoint.streamed import load_state_dict_streamed
+from lightning_zero.checkpoint.valid import newest_valid
 from lightning_zero.comm import ShardGroups
 from lightning_zero.config import ZeroOptions
 from lightning_zero.engine import ZeroEngine
@@ -37,6 +38,7 @@ __all__ = [
     "full_optimizer_state",
     "full_params",
     "load_state_dict_streamed",
+    "newest_valid",
     "param_status",
     "register_external_parameter",
     "unregister_external_parameter",

@@ -54,6 +54,7 @@ def test_package_exports_these_names():
         "full_optimizer_state",
         "full_params",
         "load_state_dict_streamed",
+        "newest_valid",
         "param_status",
         "register_external_parameter",
         "unregister_external_parameter",
