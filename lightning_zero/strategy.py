@@ -30,6 +30,7 @@ from lightning_zero.callbacks import StepObserver, TraceLog
 from lightning_zero.checkpoint import sharded
 from lightning_zero.checkpoint.files import ZeroCheckpointIO, failing_together
 from lightning_zero.checkpoint.names import frozen_names, plain_name, with_names_of
+from lightning_zero.checkpoint.restored import RestoreWarning, told_of_count
 from lightning_zero.checkpoint.stored import read_when_loaded
 from lightning_zero.comm import ShardGroups
 from lightning_zero.comm.groups import DEFAULT_TIMEOUT
@@ -481,7 +482,10 @@ class ZeroStrategy(DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         engine = self._running_engine("load_optimizer_state_dict")
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+        states = checkpoint["optimizer_states"]
+        if notice := told_of_count(len(self.optimizers), len(states)):
+            rank_zero_warn(notice, category=RestoreWarning)
+        for optimizer, state in zip(self.optimizers, states, strict=False):
             engine.load_optimizer_state_dict(_plain(optimizer), state)
 
     def _loaded_module(self) -> pl.LightningModule:

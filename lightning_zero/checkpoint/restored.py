@@ -89,6 +89,18 @@ def load_optimizer_state_dict(
         optimizer.load_state_dict({"state": packed_state, "param_groups": packed_groups})
 
 
+def told_of_count(optimizers: int, saved: int) -> str:
+    """What to tell where a checkpoint has state of fewer or more optimizers than there are."""
+    if optimizers == saved:
+        return ""
+    rest = "those after it start fresh" if optimizers > saved else "the state of others is not used"
+    common = min(optimizers, saved)
+    return (
+        f"the checkpoint has state of {saved} optimizer(s), and there are {optimizers} here: the"
+        f" first {common} go on in the order of configure_optimizers, {rest}."
+    )
+
+
 # Which state belongs to whom.
 
 
