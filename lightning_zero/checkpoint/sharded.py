@@ -211,7 +211,6 @@ class _Writer(FileSystemWriter):
             sync_folder(self.folder)
             put_in_place(self.folder, self._target)
 
-
     def _check_all_are_here(self, world_size: int) -> None:
         ranks = range(world_size)
         missing = [r for r in ranks if not (self.folder / f"__{r}{SUM_ENDING}").exists()]
