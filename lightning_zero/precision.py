@@ -7,6 +7,7 @@ ends), clipping uses the norm over all ranks, and all ranks agree on an overflow
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,12 +18,14 @@ from lightning.pytorch.plugins.precision import (
     MixedPrecision,
     Precision,
 )
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero import _compat
 from lightning_zero.engine import ZeroEngine
+from lightning_zero.optim.overflow import SkippedSteps, Where, nonfinite_names
 
 
 class ZeroPrecision(Precision):
@@ -113,24 +116,47 @@ class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
         if result is None and model.automatic_optimization:  # training_step skipped the batch
             self._after_closure(model, optimizer)
             return result
-        self._unscale(engine, scaler, optimizer)
+        where = self._unscale(engine, scaler, optimizer)
+        if where is None:
+            self.skipped_steps.stepped()
+        else:
+            self._tell_skipped(model.trainer, scaler.get_scale(), where)
         self._after_closure(model, optimizer)
         engine.step(optimizer, lambda: scaler.step(optimizer, **kwargs))
         scaler.update()
         return result
 
+    @cached_property
+    def skipped_steps(self) -> SkippedSteps:
+        """Steps that were skipped because gradients were not finite."""
+        return SkippedSteps()
+
+    def _tell_skipped(self, trainer: pl.Trainer, scale: float, where: Where) -> None:
+        text, is_warning = self.skipped_steps.skipped(trainer.global_step, scale, where)
+        if text:
+            (rank_zero_warn if is_warning else rank_zero_info)(text)
+        for logger in trainer.loggers:
+            counts = {"zero/skipped_steps": float(self.skipped_steps.count)}
+            logger.log_metrics(counts, step=trainer.global_step)
+
     def _unscale(
         self, engine: ZeroEngine, scaler: torch.amp.GradScaler, optimizer: Optimizer
-    ) -> None:
-        """Unscale this rank's pieces; an overflow on one rank is one on all."""
+    ) -> Where | None:
+        """Unscale this rank's pieces; an overflow on one rank is one on all, and told where."""
+        bad: list[str] = []
         with engine.pieces(optimizer):
             scaler.unscale_(optimizer)
+            if any(bool(mark) for mark in _compat.scaler_found_inf(scaler, optimizer).values()):
+                bad = nonfinite_names(optimizer, engine.table, engine.names)
         found = _compat.scaler_found_inf(scaler, optimizer)
         device = engine.device
         mark = found.setdefault(device, torch.zeros(1, dtype=torch.float32, device=device))
         overflows = mark.double().reshape(1).clone()
         engine.groups.gradients.agree(overflows)
         mark.copy_((overflows > 0).float().reshape(mark.shape))
+        if not bool(mark):
+            return None
+        return engine.groups.control.exchange_objects(bad, "tell where gradients are not finite")
 
     # Checkpoints name a plugin's state by its class; ours is Lightning's state.
 

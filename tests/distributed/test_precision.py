@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
+
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
@@ -51,7 +55,9 @@ def scaled_runs(bad_rank, bad_step):
         plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
         fit = trainer(ZeroStrategy(stage), 2, plugins=plugin)
         fit.fit(module)
-        found[stage] = weights(module), fit.precision_plugin.scaler.get_scale()
+        skipped = fit.precision_plugin.skipped_steps
+        counts = skipped.count, skipped.in_a_row
+        found[stage] = weights(module), fit.precision_plugin.scaler.get_scale(), counts
     return found
 
 
@@ -62,7 +68,45 @@ def test_overflow_on_one_rank_skips_the_step_on_all():
         assert equal(first[0], second[0])
         assert all(value.isfinite().all() for value in first[0].values())
         assert first[1] == second[1] == 2.0**9
+        assert first[2] == second[2] == (1, 0)
         assert difference(first[0], ranks[0][0][0]) <= 1e-6
+
+
+def frozen_run(folder):
+    """Every step overflows on rank 1."""
+
+    class Frozen(Language):
+        def training_step(self, batch, index):
+            loss = super().training_step(batch, index)
+            return loss * float("inf") if self.trainer.global_rank == 1 else loss
+
+    found = {}
+    for stage in STAGES:
+        module = Frozen(steps=12)
+        plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**20))
+        logger = CSVLogger(folder, name=f"stage{stage}", version="")
+        fit = trainer(ZeroStrategy(stage), 2, plugins=plugin, logger=logger)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit.fit(module)
+        told = [str(w.message) for w in caught if "not finite" in str(w.message)]
+        metrics = Path(folder, f"stage{stage}", "metrics.csv")
+        rows = metrics.read_text().splitlines() if fit.is_global_zero else []
+        found[stage] = told, rows
+    return found
+
+
+def test_run_that_overflows_at_every_step_is_announced(tmp_path):
+    first, second = run_ranks(frozen_run, 2, str(tmp_path))
+    for stage in STAGES:
+        (message,), rows = first[stage]
+        assert "step 9 was skipped on all ranks" in message
+        assert "10 steps in a row" in message
+        assert "part of model." in message
+        assert rows[0].split(",").count("zero/skipped_steps") == 1
+        column = rows[0].split(",").index("zero/skipped_steps")
+        assert [float(row.split(",")[column]) for row in rows[1:]] == list(range(1, 13))
+        assert second[stage][0] == []
 
 
 def half_reference(world_size, steps, learning_rate):
