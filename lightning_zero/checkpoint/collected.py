@@ -9,7 +9,7 @@ from torch import Size, Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.consolidated import dtype_if_elementwise, local_states
-from lightning_zero.checkpoint.names import NAMES_KEY, names_by_group, plain_name
+from lightning_zero.checkpoint.names import in_torch_form, plain_name
 from lightning_zero.checkpoint.stored import Part, StoredTensor
 from lightning_zero.comm import Collectives
 from lightning_zero.optim.pieces import MasterPiece, PieceTable, parameters_of
@@ -152,15 +152,7 @@ def stored_optimizer_state(
     for theirs in reversed(control.exchange_objects(mine, "save a sharded checkpoint")):
         for number, states in theirs.items():
             state.setdefault(number, {}).update(states)
-    groups = []
-    for group in optimizer.param_groups:
-        packed = {key: value for key, value in group.items() if key != "params"}
-        groups.append({**packed, "params": [numbers[p] for p in group["params"]]})
-    return {
-        "state": dict(sorted(state.items())),
-        "param_groups": groups,
-        NAMES_KEY: names_by_group(optimizer, names),
-    }
+    return in_torch_form(optimizer, state, names)
 
 
 def optimizer_parts(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.names import NAMES_KEY, names_by_group
+from lightning_zero.checkpoint.names import in_torch_form
 from lightning_zero.comm import Collectives
 from lightning_zero.memory.spool import Keep, copied, gathering
 from lightning_zero.optim.pieces import MasterPiece, MasterShard, PieceTable, parameters_of
@@ -101,15 +101,7 @@ def optimizer_state_dict(
             for slot, key, value in _full_states(collectives, master, local, keep):
                 parameter = master.gradients.parameters[slot]
                 state.setdefault(number[parameter], {})[key] = value
-    groups = []
-    for group in optimizer.param_groups:
-        packed = {key: value for key, value in group.items() if key != "params"}
-        groups.append({**packed, "params": [number[p] for p in group["params"]]})
-    return {
-        "state": dict(sorted(state.items())),
-        "param_groups": groups,
-        NAMES_KEY: names_by_group(optimizer, names),
-    }
+    return in_torch_form(optimizer, state, names)
 
 
 # Gathering.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -50,3 +50,26 @@ def frozen_names(module: nn.Module) -> set[str]:
     """Names, without torch.compile, of all parameters that are not trained."""
     every = module.named_parameters(remove_duplicate=False)
     return {plain_name(name) for name, parameter in every if not parameter.requires_grad}
+
+
+def in_torch_form(
+    optimizer: Optimizer, state: Mapping[int, Any], names: Mapping[nn.Parameter, str]
+) -> dict[str, Any]:
+    """State and options of an optimizer as its ``state_dict`` has them, and names by group.
+
+    Args:
+        optimizer: The optimizer.
+        state: State of each parameter, by its number in the order of the groups.
+        names: Name of each parameter of the model.
+    """
+    groups, first = [], 0
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        end = first + len(group["params"])
+        groups.append({**options, "params": list(range(first, end))})
+        first = end
+    return {
+        "state": dict(sorted(state.items())),
+        "param_groups": groups,
+        NAMES_KEY: names_by_group(optimizer, names),
+    }

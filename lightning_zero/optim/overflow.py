@@ -48,7 +48,9 @@ class SkippedSteps:
         is_frozen = is_frozen and self.in_a_row % LOUD_AFTER == 0
         if not is_frozen and self.count > 1:
             return "", False
-        found = "; ".join(f"in rank {r}'s part of {_some(names)}" for r, names in enumerate(where) if names)
+        found = "; ".join(
+            f"in rank {r}'s part of {_some(names)}" for r, names in enumerate(where) if names
+        )
         text = (
             f"step {step} was skipped on all ranks: gradients are not finite at loss scale"
             f" {scale:g} ({found})."
