@@ -6,6 +6,7 @@ ends), clipping uses the norm over all ranks, and all ranks agree on an overflow
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -18,7 +19,7 @@ from lightning.pytorch.plugins.precision import (
     MixedPrecision,
     Precision,
 )
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -133,8 +134,10 @@ class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
 
     def _tell_skipped(self, trainer: pl.Trainer, scale: float, where: Where) -> None:
         text, is_warning = self.skipped_steps.skipped(trainer.global_step, scale, where)
-        if text:
-            (rank_zero_warn if is_warning else rank_zero_info)(text)
+        if is_warning:  # on every rank: it is in each rank's log why that rank trains nothing
+            warnings.warn(text, stacklevel=2)
+        elif text:
+            rank_zero_info(text)
         for logger in trainer.loggers:
             counts = {"zero/skipped_steps": float(self.skipped_steps.count)}
             logger.log_metrics(counts, step=trainer.global_step)

@@ -106,7 +106,7 @@ def test_run_that_overflows_at_every_step_is_announced(tmp_path):
         assert rows[0].split(",").count("zero/skipped_steps") == 1
         column = rows[0].split(",").index("zero/skipped_steps")
         assert [float(row.split(",")[column]) for row in rows[1:]] == list(range(1, 13))
-        assert second[stage][0] == []
+        assert second[stage][0] == [message]
 
 
 def half_reference(world_size, steps, learning_rate):
