@@ -443,8 +443,9 @@ class ZeroStrategy(DDPStrategy):
         engine = self._optimizer_engine
         if engine is None:
             return super().optimizer_state(optimizer)
-        index = next(i for i, known in enumerate(self.optimizers) if known is optimizer)
-        return self._form.optimizer_state(engine, _plain(optimizer), index)
+        plain = _plain(optimizer)
+        index = [_plain(known) for known in self.optimizers].index(plain)
+        return self._form.optimizer_state(engine, plain, index)
 
     @override
     def save_checkpoint(
