@@ -68,7 +68,9 @@ class Deep(pl.LightningModule):
         gc.collect()
         self.rest_nbytes.append(alive_nbytes() - self.before_nbytes)
         self.states.append(self.trainer.strategy.measure_model_states())
+        self.trainer.strategy.barrier()  # a faster rank's next step may ask for shards of this one
         self.sent_nbytes.append(self.trainer.strategy.sent_nbytes)
+        self.trainer.strategy.barrier()
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
@@ -117,14 +119,14 @@ def test_peak_within_a_step_stays_within_the_buffer_bound(stage):
 def test_bytes_sent_equal_the_theory(world_size):
     """Gradients and parameters: 2P (W-1)/W elements at stages 0 to 2, 3P (W-1)/W at stage 3.
 
-    Stage 3 saves up to three buckets of it: what its forward ends with is kept for its backward.
+    Stage 3 saves up to two buckets of it: what its forward ends with is kept for its backward.
     """
     for stage, factor in ((0, 2), (1, 2), (2, 2), (3, 3)):
         for numel, _, _, _, sent in run_ranks(
             weigh, world_size, world_size, stage, "32-true", False
         ):
             theory = factor * numel * 4 * (world_size - 1) / world_size
-            kept = 3 * default_bucket_numel(numel) * 4 * (world_size - 1) / world_size
+            kept = 2 * default_bucket_numel(numel) * 4 * (world_size - 1) / world_size
             least = theory - kept if stage == 3 else theory
             for nbytes in sent:
                 assert 0.99 * least <= nbytes <= 1.01 * theory, (stage, nbytes / theory)
