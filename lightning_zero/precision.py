@@ -146,11 +146,8 @@ class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
         self, engine: ZeroEngine, scaler: torch.amp.GradScaler, optimizer: Optimizer
     ) -> Where | None:
         """Unscale this rank's pieces; an overflow on one rank is one on all, and told where."""
-        bad: list[str] = []
         with engine.pieces(optimizer):
             scaler.unscale_(optimizer)
-            if any(bool(mark) for mark in _compat.scaler_found_inf(scaler, optimizer).values()):
-                bad = nonfinite_names(optimizer, engine.table, engine.names)
         found = _compat.scaler_found_inf(scaler, optimizer)
         device = engine.device
         mark = found.setdefault(device, torch.zeros(1, dtype=torch.float32, device=device))
@@ -159,6 +156,8 @@ class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
         mark.copy_((overflows > 0).float().reshape(mark.shape))
         if not bool(mark):
             return None
+        with engine.pieces(optimizer):
+            bad = nonfinite_names(optimizer, engine.table, engine.names)
         return engine.groups.control.exchange_objects(bad, "tell where gradients are not finite")
 
     # Checkpoints name a plugin's state by its class; ours is Lightning's state.

@@ -8,16 +8,16 @@ from typing import Any
 from torch import Size, Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.consolidated import dtype_if_elementwise, local_states
+from lightning_zero.checkpoint.consolidated import dtype_if_elementwise, kept, local_states
 from lightning_zero.checkpoint.names import in_torch_form, plain_name
 from lightning_zero.checkpoint.stored import Part, StoredTensor
 from lightning_zero.comm import Collectives
+from lightning_zero.memory.spool import copied
 from lightning_zero.optim.pieces import MasterPiece, PieceTable, parameters_of
 from lightning_zero.params.bucket import ParameterBucket
 from lightning_zero.params.dense import dense_stride, flatten
 from lightning_zero.params.slice import Slice
 from lightning_zero.params.sliced import SlicedParameters
-from lightning_zero.plan.layout import Slot
 from lightning_zero.plan.slices import slice_range
 
 State = dict[str, Any]
@@ -51,16 +51,13 @@ class WeightParts:
         for bucket in buckets:
             for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
                 if slot.numel:
-                    self._stored[parameter] = _weight(names[parameter], slot, parameter)
+                    self._stored[parameter] = _weight(names[parameter], parameter, slot.stride)
         for parameter, name in names.items():
             known = self._slice(parameter)
             is_large = parameter.numel() >= WHOLE_MIN_NUMEL
             if parameter not in self._stored and (known is not None or is_large):
                 stride = dense_stride(parameter) if known is None else tuple(known.stride)
-                key = f"weights/{plain_name(name)}"
-                self._stored[parameter] = StoredTensor(
-                    key, parameter.shape, stride, parameter.dtype
-                )
+                self._stored[parameter] = _weight(name, parameter, stride)
 
     def put_into(self, state: Mapping[str, Any]) -> State:
         """A state dict of the model with stored tensors in place of parameters."""
@@ -101,15 +98,8 @@ class WeightParts:
         return self._slices.known(parameter)
 
 
-def _weight(name: str, slot: Slot, parameter: nn.Parameter) -> StoredTensor:
-    return StoredTensor(
-        f"weights/{plain_name(name)}", slot_shape(slot), slot.stride, parameter.dtype
-    )
-
-
-def slot_shape(slot: Slot) -> Size:
-    """Shape of a slot as torch has it."""
-    return Size(slot.shape)
+def _weight(name: str, parameter: nn.Parameter, stride: tuple[int, ...]) -> StoredTensor:
+    return StoredTensor(f"weights/{plain_name(name)}", parameter.shape, stride, parameter.dtype)
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
@@ -145,7 +135,7 @@ def stored_optimizer_state(
         if states:
             number = numbers[piece.parameter]
             mine[number] = {
-                key: _stored(index, piece, names, key, value) or _on_cpu(value)
+                key: _stored(index, piece, names, key, value) or kept(value, copied)
                 for key, value in states.items()
             }
     state: dict[int, State] = {}
@@ -178,8 +168,4 @@ def _stored(
         return None
     name = plain_name(names[piece.parameter])
     full = f"optimizers/{index}/{name}/{key}"
-    return StoredTensor(full, slot_shape(piece.slot), piece.slot.stride, dtype)
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+    return StoredTensor(full, Size(piece.slot.shape), piece.slot.stride, dtype)

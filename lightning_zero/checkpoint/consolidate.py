@@ -35,21 +35,7 @@ def consolidate(folder: Path, file: Path, weights_only: bool | None = None) -> N
     if file.suffix == ".safetensors":
         _save_safetensors(checkpoint["state_dict"], file)
         return
-    save_file(loaded(_sharing(checkpoint)), file)
-
-
-def _sharing(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The same; names of one stored weight share one tensor, as tied weights do."""
-    full: dict[str, torch.Tensor] = {}
-    state = {}
-    for name, value in checkpoint["state_dict"].items():
-        key = getattr(value, "key", None)
-        if key is not None:
-            if key not in full:
-                full[key] = value.full()
-            value = full[key]
-        state[name] = value
-    return {**checkpoint, "state_dict": state}
+    save_file(loaded(checkpoint), file)
 
 
 def _save_safetensors(state: dict[str, Any], file: Path) -> None:

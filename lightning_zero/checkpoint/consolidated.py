@@ -145,7 +145,7 @@ def _full_states(
     layout = master.parameters.layout
     if layout.world_size == 1:  # every rank holds all of it
         for slot, (_, states) in local.items() if collectives.rank == 0 else ():
-            yield from ((slot, key, _kept(value, keep)) for key, value in states.items())
+            yield from ((slot, key, kept(value, keep)) for key, value in states.items())
         return
     described = collectives.exchange_objects(
         {
@@ -164,7 +164,7 @@ def _full_states(
     others = collectives.gather_objects(
         {
             slot: {
-                key: _kept(value, copied)
+                key: kept(value, copied)
                 for key, value in states.items()
                 if dtype_if_elementwise(piece, value) is None
             }
@@ -213,7 +213,8 @@ def _cut(flat: Tensor, slot: Slot) -> Tensor:
     return flat.as_strided(slot.shape, slot.stride, slot.offset)
 
 
-def _kept(value: Any, keep: Keep) -> Any:
+def kept(value: Any, keep: Keep) -> Any:
+    """A value, copied if it is a tensor."""
     return keep(value) if isinstance(value, Tensor) else value
 
 

@@ -96,7 +96,7 @@ def replacing(path: Path) -> Iterator[Path]:
     unfinished, lock = _begin(path)
     try:
         yield unfinished
-        _bring_to_disk(unfinished)
+        bring_to_disk(unfinished)
         os.replace(unfinished, path)
     except BaseException:
         with suppress(OSError):
@@ -104,7 +104,7 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
     finally:
         os.close(lock)
-    _bring_to_disk(path.parent)
+    bring_to_disk(path.parent)
     for leftover in leftovers(path):
         _remove_if_dead(leftover)
 
@@ -165,7 +165,7 @@ def _remove_if_dead(unfinished: Path) -> None:
             os.close(file)
 
 
-def _bring_to_disk(path: Path) -> None:
+def bring_to_disk(path: Path) -> None:
     """Have the content of a file, or the names in a folder, survive a loss of power."""
     is_folder = path.is_dir()
     file = -1

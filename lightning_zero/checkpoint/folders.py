@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lightning_zero.checkpoint.files import stem, try_lock
+from lightning_zero.checkpoint.files import bring_to_disk, stem, try_lock
 
 LOCK, PART, EARLIER = ".lock", ".part", ".earlier"
 HIDDEN_FOLDERS = (PART, EARLIER)
@@ -146,11 +146,7 @@ def hidden_folders(parent: Path) -> list[Path]:
 def sync_folder(folder: Path) -> None:
     """Let the names in a folder survive a power failure."""
     with contextlib.suppress(OSError):  # some systems cannot open folders
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        bring_to_disk(folder)
 
 
 def _locks(parent: Path) -> Iterator[Path]:

@@ -132,10 +132,15 @@ def from_description(checkpoint: Any, reader: Reader) -> Any:
 
 
 def loaded(checkpoint: Any) -> Any:
-    """The same with every stored tensor in memory."""
-    return _mapped(
-        checkpoint, lambda value: isinstance(value, StoredTensor), lambda value: value.full()
-    )
+    """The same with every stored tensor in memory, once: names of tied weights share it."""
+    full: dict[str, Tensor] = {}
+
+    def in_memory(stored: StoredTensor) -> Tensor:
+        if stored.key not in full:
+            full[stored.key] = stored.full()
+        return full[stored.key]
+
+    return _mapped(checkpoint, lambda value: isinstance(value, StoredTensor), in_memory)
 
 
 @contextmanager
