@@ -47,6 +47,12 @@ def is_wrapped(optimizer: Any) -> bool:
     return "_optimizer" in vars(optimizer) and "_strategy" in vars(optimizer)
 
 
+def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The user's optimizer behind Lightning's wrapper."""
+    plain: torch.optim.Optimizer = optimizer.optimizer if is_wrapped(optimizer) else optimizer
+    return plain
+
+
 def is_mock_optimizer(optimizer: Any) -> bool:
     """Whether Lightning made this optimizer because the user returned none."""
     from lightning.pytorch.core.optimizer import _MockOptimizer

@@ -68,7 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Console().print(found, markup=False, highlight=False, soft_wrap=True)
             return 0
     except (OSError, RuntimeError, ValueError, ImportError, UnpicklingError) as error:
-        Console(stderr=True).print(f"lightning-zero {chosen.command}: {error}", markup=False)
+        problem = f"lightning-zero {chosen.command}: {error}"
+        Console(stderr=True).print(problem, markup=False, soft_wrap=True)
         return 1
     Console().print(_plan_table(chosen.numel, chosen.world_size, chosen.precision == "mixed"))
     return 0

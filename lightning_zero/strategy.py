@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
@@ -27,21 +23,20 @@ from lightning_zero import _compat
 from lightning_zero.access import full_params
 from lightning_zero.batches import EvenBatches, UnevenBatches
 from lightning_zero.callbacks import StepObserver, TraceLog
-from lightning_zero.checkpoint import sharded
-from lightning_zero.checkpoint.files import ZeroCheckpointIO, failing_together
-from lightning_zero.checkpoint.names import frozen_names, plain_name, with_names_of
-from lightning_zero.checkpoint.restored import RestoreWarning, told_of_count
-from lightning_zero.checkpoint.stored import read_when_loaded
-from lightning_zero.comm import ShardGroups
+from lightning_zero.checkpointing import CheckpointingStrategy
+from lightning_zero.checks import (
+    check_backend,
+    check_callbacks,
+    check_form,
+    check_started_ranks,
+)
 from lightning_zero.comm.groups import DEFAULT_TIMEOUT
 from lightning_zero.config import GatherBy, StartMethod, ZeroOptions, start_method_of, timedelta_of
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.formats import CheckpointForm, ConsolidatedForm, ShardedForm
 from lightning_zero.held import Wanted
 from lightning_zero.memory.measure import ModelStateBytes
 from lightning_zero.observe.recorder import Recorder
 from lightning_zero.params.bucket import explain_refused_write
-from lightning_zero.params.sliced import opened
 from lightning_zero.params.units import LeafModule
 from lightning_zero.partition import broadcast_module, construction
 from lightning_zero.plan.layout import ShardBy
@@ -58,7 +53,7 @@ SAVE_GRACE = timedelta(seconds=30)
 """How long a run that ends with an error waits for a checkpoint that is being written."""
 
 
-class ZeroStrategy(DDPStrategy):
+class ZeroStrategy(CheckpointingStrategy):
     """Data parallelism with model states partitioned over the ranks (ZeRO).
 
     Behaves like ``DDPStrategy``: any LightningModule, optimizer, scheduler and callback, and
@@ -147,23 +142,16 @@ class ZeroStrategy(DDPStrategy):
             leaf_modules=leaf_modules,
         )
         self._policy = self.options.policy
-        self._check_form(checkpoint, checkpoint_io)
-        self._checkpoint = checkpoint
-        self._excludes_frozen = exclude_frozen_parameters
-        self._form: CheckpointForm = (
-            ShardedForm(self._shard_groups) if checkpoint == "sharded" else ConsolidatedForm()
-        )
         self._batches = EvenBatches(uneven_batches)
         self._observer = StepObserver(wall_clock_breakdown, timeline)
         self._trace_log = TraceLog()
-        self._engine: ZeroEngine | None = None
-        self._optimizer_engine: ZeroEngine | None = None
-        self._groups: ShardGroups | None = None
         super().__init__(
+            checkpoint,
+            exclude_frozen_parameters,
+            checkpoint_io,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timedelta_of(timeout),
@@ -176,19 +164,6 @@ class ZeroStrategy(DDPStrategy):
     def engine(self) -> ZeroEngine | None:
         """The engine of the fit or evaluation under way; None outside, and where none is needed."""
         return self._engine
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = ZeroCheckpointIO()
-        else:
-            _compat.give_inner_io(self._checkpoint_io, ZeroCheckpointIO())
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self._checkpoint_io = io
 
     @property
     @override
@@ -213,7 +188,7 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        self._check_started_ranks()
+        check_started_ranks(self.cluster_environment, self.num_nodes, self.num_processes)
         super().setup_environment()
 
     @contextmanager
@@ -226,8 +201,9 @@ class ZeroStrategy(DDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._check_owner(trainer)
-        self._check_callbacks(trainer)
-        self._check_form(self._checkpoint, self.checkpoint_io)
+        if self._policy.shards_parameters:
+            check_callbacks(trainer)
+        check_form(self._checkpoint, self.checkpoint_io)
         accelerator, module = self.accelerator, self.lightning_module
         if accelerator is None or module is None:
             raise RuntimeError(
@@ -240,7 +216,7 @@ class ZeroStrategy(DDPStrategy):
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        self._check_backend()
+        check_backend(self.process_group_backend, self.root_device.type)
         groups = self._shard_groups()
         broadcast_module(self.model, groups)
         if is_fitting:
@@ -254,7 +230,7 @@ class ZeroStrategy(DDPStrategy):
     def _begin_training(self, recorder: Recorder) -> None:
         if self.model is None or self._groups is None:
             raise AssertionError("training begins after setup")
-        optimizers = [_plain(optimizer) for optimizer in self.optimizers]
+        optimizers = [_compat.plain_optimizer(optimizer) for optimizer in self.optimizers]
         engine = ZeroEngine(
             self.model,
             _real(optimizers),
@@ -363,7 +339,9 @@ class ZeroStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> Any:
         with self._observer.automatic_step():
-            return super().optimizer_step(_plain(optimizer), closure, model, **kwargs)
+            return super().optimizer_step(
+                _compat.plain_optimizer(optimizer), closure, model, **kwargs
+            )
 
     def grad_norm(self, norm_type: float = 2.0) -> float:
         """Norm of the averaged gradients over all parameters and ranks, before any later clipping.
@@ -415,136 +393,10 @@ class ZeroStrategy(DDPStrategy):
         if module is not None and counts:
             self._trace_log.log(_compat.trainer_of(module), counts)
 
-    # Checkpoints.
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        module = self.lightning_module
-        if module is None:
-            raise RuntimeError("there is no model to take a state dict of")
-        state = self._form.module_state(self._engine, module)
-        if self._excludes_frozen:
-            for name in frozen_names(module):
-                state.pop(name, None)
-        return state
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        state, strict = self._own_names(checkpoint["state_dict"], strict)
-        checkpoint = {**checkpoint, "state_dict": state}
-        scope = opened(self.lightning_module)
-        if self._engine is not None:
-            scope = self._engine.loading()
-        with scope, read_when_loaded(self._loaded_module()):
-            super().load_model_state_dict(checkpoint, strict=strict)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        engine = self._optimizer_engine
-        if engine is None:
-            return super().optimizer_state(optimizer)
-        plain = _plain(optimizer)
-        index = [_plain(known) for known in self.optimizers].index(plain)
-        return self._form.optimizer_state(engine, plain, index)
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
-    ) -> None:
-        if storage_options is not None and self._checkpoint == "sharded":
-            raise ValueError(
-                "storage_options have no effect with checkpoint='sharded': remove them"
-            )
-        write = partial(super().save_checkpoint, filepath=filepath, storage_options=storage_options)
-        path = os.fspath(filepath)
-
-        def write_together(checkpoint: dict[str, Any]) -> None:
-            with self._failing_together(f"save the checkpoint {path}"):
-                write(checkpoint)
-
-        self._form.save(checkpoint, path, write_together, self._engine is not None)
-
-    @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        remove = partial(super().remove_checkpoint, filepath)
-        self._form.remove(os.fspath(filepath), remove)
-
-    @override
-    def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        self._form.finish()
-        path = Path(os.fspath(checkpoint_path))
-        if not path.is_dir():
-            with self._failing_together(f"read the checkpoint {path}"):
-                return super().load_checkpoint(checkpoint_path, weights_only)
-        return sharded.read(path, weights_only, self._shard_groups().control)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        engine = self._running_engine("load_optimizer_state_dict")
-        states = checkpoint["optimizer_states"]
-        if notice := told_of_count(len(self.optimizers), len(states)):
-            rank_zero_warn(notice, category=RestoreWarning)
-        for optimizer, state in zip(self.optimizers, states, strict=False):
-            engine.load_optimizer_state_dict(_plain(optimizer), state)
-
-    def _loaded_module(self) -> pl.LightningModule:
-        if self.lightning_module is None:
-            raise RuntimeError("there is no model to load weights into")
-        return self.lightning_module
-
-    def _own_names(self, state: Mapping[str, Any], strict: bool) -> tuple[dict[str, Any], bool]:
-        """A saved state dict as this model names it, and whether torch is to be strict about it."""
-        module = self._loaded_module()
-        with nullcontext() if self._engine is None else self._engine.sharded_state_dict():
-            own = list(module.state_dict())
-        named = with_names_of(state, own)
-        if not (strict and self._excludes_frozen):
-            return named, strict
-        frozen = frozen_names(module)
-        missing = [n for n in own if n not in named and plain_name(n) not in frozen]
-        unexpected = sorted(named.keys() - set(own))
-        if missing or unexpected:
-            raise RuntimeError(
-                f"the checkpoint does not fit {type(module).__name__}, frozen parameters aside:"
-                f" missing {missing}, unexpected {unexpected}. Build the model as it was, or set"
-                " strict_loading=False on the LightningModule."
-            )
-        return named, False
-
-    def _shard_groups(self) -> ShardGroups:
-        """The groups of ranks; to be called on all ranks, the first time."""
-        self._groups = self._groups or ShardGroups.create(self._timeout)
-        return self._groups
-
-    def _failing_together(self, what: str) -> AbstractContextManager[None]:
-        """An error of one rank inside is raised on all of them, if they are connected."""
-        is_connected = self.lightning_module is not None
-        return failing_together(self._shard_groups().control if is_connected else None, what)
-
     # Checks.
-
-    def _running_engine(self, what: str) -> ZeroEngine:
-        if self._engine is None:
-            raise RuntimeError(
-                f"ZeroStrategy.{what}() needs a fit that is running: call it from a hook of the"
-                " LightningModule or of a callback"
-            )
-        return self._engine
 
     def _step_scope(self) -> AbstractContextManager[None]:
         return nullcontext() if self._engine is None else self._engine.step_scope()
-
-    def _check_form(self, form: str, checkpoint_io: CheckpointIO | None) -> None:
-        if form not in ("consolidated", "sharded"):
-            raise ValueError(f"checkpoint must be 'consolidated' or 'sharded', got {form!r}")
-        usual = (TorchCheckpointIO, ZeroCheckpointIO)
-        if form == "sharded" and checkpoint_io is not None and type(checkpoint_io) not in usual:
-            raise ValueError(
-                f"{type(checkpoint_io).__name__} has no effect with checkpoint='sharded': all ranks"
-                " write their files themselves, while training goes on. Remove one of the two."
-            )
 
     def _check_owner(self, trainer: pl.Trainer) -> None:
         if self._engine is not None or _compat.trainer_accelerator(trainer) is not self.accelerator:
@@ -552,44 +404,6 @@ class ZeroStrategy(DDPStrategy):
                 "this ZeroStrategy is used by two Trainers at once: it holds the partitioned states"
                 " of one. Give each Trainer a ZeroStrategy object of its own."
             )
-
-    def _check_callbacks(self, trainer: pl.Trainer) -> None:
-        """Callbacks that would average placeholders instead of weights."""
-        if not self._policy.shards_parameters:
-            return
-        for callback in _compat.callbacks_of(trainer):
-            if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
-                raise ValueError(
-                    f"{type(callback).__name__} averages full weights on every rank, which are not"
-                    " in memory at stage 3. Use stage 1 or 2 with it."
-                )
-
-    def _check_backend(self) -> None:
-        if self.process_group_backend == "gloo" and self.root_device.type != "cpu":
-            raise ValueError(
-                f"process_group_backend='gloo' cannot send tensors of {self.root_device.type!r}"
-                " from rank to rank. Leave it out: the backend of the device is the default."
-            )
-
-    def _check_started_ranks(self) -> None:
-        """Ranks that a launcher did not start would be waited for."""
-        environment = self.cluster_environment
-        started = os.environ.get("WORLD_SIZE")
-        if environment is None or not environment.creates_processes_externally or not started:
-            return
-        wanted = self.num_nodes * self.num_processes
-        if int(started) != wanted:
-            raise ValueError(
-                f"the Trainer expects {wanted} rank(s) (devices={self.num_processes} x"
-                f" num_nodes={self.num_nodes}), but {started} were started (WORLD_SIZE={started})."
-                " Make the two numbers equal."
-            )
-
-
-def _plain(optimizer: Any) -> Optimizer:
-    """The user's optimizer behind Lightning's wrapper."""
-    plain: Optimizer = optimizer.optimizer if _compat.is_wrapped(optimizer) else optimizer
-    return plain
 
 
 def _real(optimizers: list[Optimizer]) -> list[Optimizer]:

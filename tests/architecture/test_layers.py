@@ -14,6 +14,8 @@ FILES = sorted(trees())
 LEVELS = [
     ("__init__.py",),
     ("strategy.py",),
+    ("checkpointing.py",),
+    ("checks.py",),
     ("callbacks.py",),
     ("precision.py",),
     ("cli.py",),
@@ -40,6 +42,8 @@ LEVELS = [
 SAYS_LIGHTNING = {
     "__init__.py",
     "strategy.py",
+    "checkpointing.py",
+    "checks.py",
     "precision.py",
     "callbacks.py",
     "checkpoint/files.py",  # a plugin for files
@@ -233,7 +237,8 @@ def _own_private_names() -> set[str]:
 
 # What a class of ours inherits from Lightning and has to use; each is one more private name.
 _INHERITED = {
-    "strategy.py": {"_timeout", "_layer_sync"},
+    "strategy.py": {"_layer_sync"},
+    "checkpointing.py": {"_timeout"},
     "precision.py": {"_wrap_closure", "_after_closure"},
 }
 

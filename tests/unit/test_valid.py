@@ -52,7 +52,7 @@ def test_check_tells_the_newest_or_what_is_wrong(tmp_path, capsys):
         assert capsys.readouterr().out.strip() == str(tmp_path / "a.ckpt")
     (tmp_path / "a.ckpt" / "rest.pt").write_bytes(b"")
     assert main(["check", str(tmp_path / "a.ckpt")]) == 1
-    assert "rest.pt is damaged" in capsys.readouterr().err.replace("\n", " ")
+    assert "rest.pt is damaged" in capsys.readouterr().err
     assert main(["check", str(tmp_path / "b.ckpt")]) == 1
     (tmp_path / "c.ckpt").write_text("no zip")
     assert "not whole" in check_checkpoint(tmp_path / "c.ckpt")

@@ -1,0 +1,80 @@
+"""What is refused before training, and why."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+
+from lightning_zero import _compat
+from lightning_zero.checkpoint.files import ZeroCheckpointIO
+
+
+def check_form(form: str, checkpoint_io: CheckpointIO | None) -> None:
+    """Whether a form of checkpoints exists, and a plugin for files has an effect with it.
+
+    Raises:
+        ValueError: It does not, or has not.
+    """
+    if form not in ("consolidated", "sharded"):
+        raise ValueError(f"checkpoint must be 'consolidated' or 'sharded', got {form!r}")
+    usual = (TorchCheckpointIO, ZeroCheckpointIO)
+    if form == "sharded" and checkpoint_io is not None and type(checkpoint_io) not in usual:
+        raise ValueError(
+            f"{type(checkpoint_io).__name__} has no effect with checkpoint='sharded': all ranks"
+            " write their files themselves, while training goes on. Remove one of the two."
+        )
+
+
+def check_callbacks(trainer: Any) -> None:
+    """At stage 3: callbacks that would average placeholders instead of weights.
+
+    Raises:
+        ValueError: There is one.
+    """
+    for callback in _compat.callbacks_of(trainer):
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            raise ValueError(
+                f"{type(callback).__name__} averages full weights on every rank, which are not"
+                " in memory at stage 3. Use stage 1 or 2 with it."
+            )
+
+
+def check_backend(backend: str | None, device_type: str) -> None:
+    """Whether a backend can send tensors of a device.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if backend == "gloo" and device_type != "cpu":
+        raise ValueError(
+            f"process_group_backend='gloo' cannot send tensors of {device_type!r}"
+            " from rank to rank. Leave it out: the backend of the device is the default."
+        )
+
+
+def check_started_ranks(
+    environment: ClusterEnvironment | None, num_nodes: int, num_processes: int
+) -> None:
+    """Ranks that a launcher did not start would be waited for.
+
+    Args:
+        environment: Says who starts ranks.
+        num_nodes: As the Trainer has it.
+        num_processes: Ranks per node, as the Trainer has it.
+
+    Raises:
+        ValueError: Another number of ranks was started.
+    """
+    started = os.environ.get("WORLD_SIZE")
+    if environment is None or not environment.creates_processes_externally or not started:
+        return
+    wanted = num_nodes * num_processes
+    if int(started) != wanted:
+        raise ValueError(
+            f"the Trainer expects {wanted} rank(s) (devices={num_processes} x"
+            f" num_nodes={num_nodes}), but {started} were started (WORLD_SIZE={started})."
+            " Make the two numbers equal."
+        )
