@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.plugins.precision import (
     DoublePrecision,
     HalfPrecision,
@@ -24,9 +23,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero import _compat
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.optim.overflow import SkippedSteps, Where, nonfinite_names
+from lightning_zero.optim.overflow import SkippedSteps, Where
+from lightning_zero.scaling import unscale_together
 
 
 class ZeroPrecision(Precision):
@@ -117,7 +116,7 @@ class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
         if result is None and model.automatic_optimization:  # training_step skipped the batch
             self._after_closure(model, optimizer)
             return result
-        where = self._unscale(engine, scaler, optimizer)
+        where = unscale_together(engine, scaler, optimizer)
         if where is None:
             self.skipped_steps.stepped()
         else:
@@ -141,24 +140,6 @@ class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
         for logger in trainer.loggers:
             counts = {"zero/skipped_steps": float(self.skipped_steps.count)}
             logger.log_metrics(counts, step=trainer.global_step)
-
-    def _unscale(
-        self, engine: ZeroEngine, scaler: torch.amp.GradScaler, optimizer: Optimizer
-    ) -> Where | None:
-        """Unscale this rank's pieces; an overflow on one rank is one on all, and told where."""
-        with engine.pieces(optimizer):
-            scaler.unscale_(optimizer)
-        found = _compat.scaler_found_inf(scaler, optimizer)
-        device = engine.device
-        mark = found.setdefault(device, torch.zeros(1, dtype=torch.float32, device=device))
-        overflows = mark.double().reshape(1).clone()
-        engine.groups.gradients.agree(overflows)
-        mark.copy_((overflows > 0).float().reshape(mark.shape))
-        if not bool(mark):
-            return None
-        with engine.pieces(optimizer):
-            bad = nonfinite_names(optimizer, engine.table, engine.names)
-        return engine.groups.control.exchange_objects(bad, "tell where gradients are not finite")
 
     # Checkpoints name a plugin's state by its class; ours is Lightning's state.
 

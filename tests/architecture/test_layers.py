@@ -21,6 +21,7 @@ LEVELS = [
     ("cli.py",),
     ("batches.py",),
     ("access.py",),
+    ("scaling.py",),
     ("formats.py",),
     ("engine.py",),
     ("held.py", "whole.py"),

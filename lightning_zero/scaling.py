@@ -1,0 +1,38 @@
+"""Loss scaling where each rank has pieces of the gradients: all ranks skip the same steps."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_zero import _compat
+from lightning_zero.engine import ZeroEngine
+from lightning_zero.optim.overflow import Where, nonfinite_names
+
+
+def unscale_together(
+    engine: ZeroEngine, scaler: torch.amp.GradScaler, optimizer: Optimizer
+) -> Where | None:
+    """Unscale this rank's pieces; an overflow on one rank is one on all. For all ranks to call.
+
+    Args:
+        engine: Has the pieces.
+        scaler: Scaled the losses.
+        optimizer: The user's optimizer.
+
+    Returns:
+        Where gradients are not finite; None if all are.
+    """
+    with engine.pieces(optimizer):
+        scaler.unscale_(optimizer)
+    found = _compat.scaler_found_inf(scaler, optimizer)
+    device = engine.device
+    mark = found.setdefault(device, torch.zeros(1, dtype=torch.float32, device=device))
+    overflows = mark.double().reshape(1).clone()
+    engine.groups.gradients.agree(overflows)
+    mark.copy_((overflows > 0).float().reshape(mark.shape))
+    if not bool(mark):
+        return None
+    with engine.pieces(optimizer):
+        bad = nonfinite_names(optimizer, engine.table, engine.names)
+    return engine.groups.control.exchange_objects(bad, "tell where gradients are not finite")
