@@ -134,6 +134,17 @@ def before_gradient(parameter: nn.Parameter, hook: Callable[[], None]) -> NodeHa
     return NodeHandle(node, node.register_prehook(lambda _: hook()))
 
 
+def watch_gradient(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> NodeHandle:
+    """Run a function with each gradient that is about to be accumulated, as autograd made it."""
+
+    def before(gradients: tuple[torch.Tensor | None, ...]) -> None:
+        if gradients[0] is not None:
+            hook(gradients[0])
+
+    node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+    return NodeHandle(node, node.register_prehook(before))
+
+
 def after_gradient(
     parameter: nn.Parameter, hook: Callable[[nn.Parameter], None]
 ) -> RemovableHandle:

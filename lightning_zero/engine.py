@@ -35,6 +35,7 @@ from lightning_zero.memory.host import give_freed_memory_back, keep_freed_memory
 from lightning_zero.memory.measure import ModelStateBytes, storage_nbytes
 from lightning_zero.memory.pool import BufferPool
 from lightning_zero.observe.recorder import SILENT, Recorder
+from lightning_zero.observe.watch import UNWATCHED, StepWatch
 from lightning_zero.optim.agreement import GradientAgreement
 from lightning_zero.optim.pieces import MasterShard, PieceTable, parameters_of
 from lightning_zero.params.bucket import ParameterBucket, ParamStatus
@@ -90,6 +91,8 @@ class ZeroEngine:
         if broadcast:
             broadcast_module(module, groups)
         self._recorder = recorder
+        self.watch: StepWatch = UNWATCHED
+        """Is shown the gradients of each step."""
         self._shards: ShardReads = OwnReads()
         if self._policy.shards_parameters:
             self._shards = groups.reads(options.gather_by)
@@ -205,22 +208,28 @@ class ZeroEngine:
         norm = self._agreement.total_norm(optimizer, norm_type)
         # In fp32 as torch.nn.utils.clip_grad_norm_ does, so that both scale by the same number.
         scale = torch.clamp(max_norm / (torch.tensor(norm) + 1e-6), max=1.0)
+        self.watch.on_gradients(optimizer, self._reducer.generation)
         for piece in self.table.pieces_of(optimizer):
             grad = piece.grad
             grad.mul_(scale.to(grad.device))
+        self.watch.on_norm_clipped(optimizer, max_norm, norm_type, float(scale))
         return norm
 
     def clip_grad_value_(self, optimizer: Optimizer, clip_value: float) -> None:
         """Clamp the averaged gradients of an optimizer to ``[-clip_value, clip_value]``."""
         self._agreement.used()
+        self.watch.on_gradients(optimizer, self._reducer.generation)
         for piece in self.table.pieces_of(optimizer):
             piece.grad.clamp_(-clip_value, clip_value)
+        self.watch.on_value_clipped(optimizer, clip_value)
 
     @contextmanager
     def pieces(self, optimizer: Optimizer) -> Iterator[None]:
         """While inside, an optimizer names this rank's pieces, with their averaged gradients."""
         self._check_trained_set(optimizer)
-        with self.table.swapped(optimizer, self._agreement.used()):
+        used = self._agreement.used()
+        self.watch.on_gradients(optimizer, self._reducer.generation)
+        with self.table.swapped(optimizer, used):
             yield
 
     def step(self, optimizer: Optimizer, run: Callable[[], Any] | None = None) -> Any:

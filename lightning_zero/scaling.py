@@ -25,6 +25,7 @@ def unscale_together(
     """
     with engine.pieces(optimizer):
         scaler.unscale_(optimizer)
+    engine.watch.on_scaled(optimizer, 1.0 / scaler.get_scale())
     found = _compat.scaler_found_inf(scaler, optimizer)
     device = engine.device
     mark = found.setdefault(device, torch.zeros(1, dtype=torch.float32, device=device))

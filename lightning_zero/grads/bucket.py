@@ -54,6 +54,8 @@ class GradientBucket:
         """Slots that got a gradient on this rank since they were last cleared."""
         self.times_zeroed = 0
         """How often a gradient was zeroed through its face."""
+        self.zeroings = [0] * len(self.parameters)
+        """The same for each of the parameters."""
         self.idle_steps = [0] * len(self.parameters)
         """Steps in a row in which no rank used a parameter; the same numbers on all ranks."""
         self._shard_grad: Tensor | None = None
@@ -189,6 +191,7 @@ class GradientBucket:
                 " `self.clip_gradients(...)` or `Trainer(gradient_clip_val=...)`; both use the"
                 " norm over all ranks."
             )
+        self.zeroings[slot] += 1
         self.times_zeroed += 1  # zero_grad(set_to_none=False)
         if slot in self.pieces:
             self.piece_grad(slot).zero_()

@@ -83,6 +83,8 @@ class ParameterBucket:
         self._handle: Handle | None = None
         self._shown: list[Tensor] = []
         self._versions: list[int] = []
+        self.times_kept = 0
+        """How often what a user wrote to parameters was taken as their values."""
         self.status = ParamStatus.AVAILABLE if is_resident else ParamStatus.NOT_AVAILABLE
         with torch.no_grad():
             self._own = slice(*layout.shard_range(gathers.rank % layout.world_size))
@@ -287,6 +289,7 @@ class ParameterBucket:
             RuntimeError: A parameter was given another shape or dtype.
         """
         self.take_assigned_values()
+        self.times_kept += 1
         self._versions = [parameter._version for parameter in self.parameters]
         if not self.is_resident:
             self.shard.copy_(self.flat[self._own])

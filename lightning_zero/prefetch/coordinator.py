@@ -26,6 +26,7 @@ from torch import nn
 from lightning_zero import _compat
 from lightning_zero.comm import ShardReads
 from lightning_zero.observe.recorder import SILENT, Recorder, Span
+from lightning_zero.observe.watch import UNWATCHED, StepWatch
 from lightning_zero.params.bucket import ParameterBucket, ParamStatus
 from lightning_zero.plan.prefetch import PrefetchOptions
 from lightning_zero.prefetch.passes import EVALUATION, TRAINING, Passes
@@ -84,6 +85,8 @@ class ParameterCoordinator:
         self._users: Counter[int] = Counter()
         self._frames: list[_Frame] = []
         self._is_held = False
+        self.watch: StepWatch = UNWATCHED
+        """Is shown each use of a bucket."""
 
     @property
     def buckets(self) -> dict[int, ParameterBucket]:
@@ -144,7 +147,7 @@ class ParameterCoordinator:
         if bucket is None or self._users[bucket.layout.index]:
             return
         if bucket.is_resident:
-            bucket.wait()
+            self.need(bucket)
             return
         if not self.is_in_step:
             if not self._is_held or bucket.status is not ParamStatus.AVAILABLE:
@@ -181,7 +184,11 @@ class ParameterCoordinator:
         """Make a bucket available to a module, and start what comes after it."""
         if bucket.is_resident:
             bucket.wait()
-            return
+        else:
+            self._bring(bucket, module)
+        self.watch.on_use(bucket.layout.index)
+
+    def _bring(self, bucket: ParameterBucket, module: str) -> None:
         is_backward = _compat.in_backward()
         direction = "backward" if is_backward else "forward"
         is_new = self.passes.use(module, bucket.layout.index, is_backward)
