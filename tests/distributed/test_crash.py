@@ -137,7 +137,7 @@ MOMENTS = {
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_death_in_a_save(moment, tmp_path, monkeypatch):
-    process = spawn._context.Process(target=dies, args=(tmp_path, moment))
+    process = spawn.context.Process(target=dies, args=(tmp_path, moment))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -221,7 +221,7 @@ def test_death_in_a_file(moment, step, tmp_path):
     path = tmp_path / "last.ckpt"
     save_file({"global_step": 1}, path)
     with path.open("rb") as before:
-        process = spawn._context.Process(target=dies_in_a_file, args=(path, moment))
+        process = spawn.context.Process(target=dies_in_a_file, args=(path, moment))
         process.start()
         process.join(60)
         assert process.exitcode == -signal.SIGKILL

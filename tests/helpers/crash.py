@@ -274,7 +274,7 @@ class Campaign:
         port = spawn.free_port()
         args = (self.folder, self.setting, newest, place)
         processes = [
-            spawn._context.Process(
+            spawn.context.Process(
                 target=spawn._rank_main, args=(train, args, rank, RANKS, port, str(place), RUN_S)
             )
             for rank in range(RANKS)

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["lightning.pytorch", "lightning_zero"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["lightning.pytorch", "lightning_zero"])
 
 
 @dataclass
@@ -58,7 +58,7 @@ def try_ranks(
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         processes = [
-            _context.Process(
+            context.Process(
                 target=_rank_main, args=(function, args, rank, world_size, port, folder, timeout_s)
             )
             for rank in range(world_size)
@@ -70,8 +70,8 @@ def try_ranks(
             process.join(max(0.0, deadline - time.monotonic()))
         waiting = [rank for rank, process in enumerate(processes) if process.is_alive()]
         for process in processes:
-            _end(process)
-        outcomes = [_read(Path(folder) / f"{rank}.pickle") for rank in range(world_size)]
+            end_rank(process)
+        outcomes = [read_outcome(Path(folder) / f"{rank}.pickle") for rank in range(world_size)]
         if waiting:
             logs = "\n".join(
                 f"--- rank {rank}\n" + (Path(folder) / f"{rank}.log").read_text()[-6000:]
@@ -130,11 +130,11 @@ def _rank_main(
             time.sleep(0.01)
 
 
-def _read(path: Path) -> tuple[Any] | None:
+def read_outcome(path: Path) -> tuple[Any] | None:
     return pickle.loads(path.read_bytes()) if path.exists() else None
 
 
-def _end(process: Any) -> None:
+def end_rank(process: Any) -> None:
     """End a rank and what it started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
