@@ -15,6 +15,7 @@ from lightning_zero.access import (
     register_external_parameter,
     unregister_external_parameter,
 )
+from lightning_zero.averaging import ZeroEMA
 from lightning_zero.checkpoint.streamed import load_state_dict_streamed
 from lightning_zero.checkpoint.valid import newest_valid
 from lightning_zero.comm import ShardGroups
@@ -30,6 +31,7 @@ __all__ = [
     "ParamStatus",
     "PrefetchOptions",
     "ShardGroups",
+    "ZeroEMA",
     "ZeroEngine",
     "ZeroOptions",
     "ZeroStrategy",

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -90,6 +91,25 @@ class CheckpointingStrategy(DDPStrategy):
             scope = self._engine.loading()
         with scope, read_when_loaded(self._loaded_module()):
             super().load_model_state_dict(checkpoint, strict=strict)
+
+    def state_dict_with(
+        self, state: Mapping[str, Any], label: str, values: Mapping[nn.Parameter, Tensor]
+    ) -> dict[str, Any]:
+        """A state dict of the model with other values of what is trained, for a checkpoint.
+
+        To be called on all ranks, in ``on_save_checkpoint``.
+
+        Args:
+            state: The state dict of the model in that checkpoint.
+            label: What the values are, as a name of their own in a sharded checkpoint.
+            values: A tensor of the shape of each of this rank's pieces of parameters.
+        """
+        engine = self._running_engine("state_dict_with")
+        full = self._form.other_values(engine, label, values)
+        with engine.sharded_state_dict():
+            own = engine.module.state_dict(keep_vars=True)
+        named = {plain_name(name): full[p] for name, p in own.items() if p in full}
+        return {name: named.get(name, value) for name, value in state.items()}
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

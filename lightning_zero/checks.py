@@ -38,7 +38,8 @@ def check_callbacks(trainer: Any) -> None:
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
             raise ValueError(
                 f"{type(callback).__name__} averages full weights on every rank, which are not"
-                " in memory at stage 3. Use stage 1 or 2 with it."
+                " in memory at stage 3. Use lightning_zero.ZeroEMA, which averages each rank's"
+                " shards, or stage 1 or 2."
             )
 
 

@@ -44,6 +44,7 @@ from lightning_zero.params.sliced import SlicedParameters, watch_again
 from lightning_zero.partition import broadcast_module, check_model, fits_whole, partition
 from lightning_zero.prefetch.coordinator import ParameterCoordinator
 from lightning_zero.prefetch.hooks import ModuleHooks, SavedTensors
+from lightning_zero.trained import TrainedPieces
 from lightning_zero.whole import WholeTensors
 
 ABORT_TIMEOUT = timedelta(seconds=5)
@@ -125,6 +126,7 @@ class ZeroEngine:
         self.whole = WholeTensors(
             self.names, optimizers, self.table, self._agreement, groups.control
         )
+        self.trained = TrainedPieces(self.table, self.coordinator, self.held, self._publish)
         if optimizers and self.device.type == "cpu":
             # What was built sharded, and was not made whole, does not fit into memory whole.
             (keep_freed_memory if parts.slices is None else give_freed_memory_back)()

@@ -7,20 +7,23 @@ them, and has the result written then. A form decides what stands for a full ten
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.collected import (
+    ValueParts,
     WeightParts,
     optimizer_parts,
     stored_optimizer_state,
 )
+from lightning_zero.checkpoint.consolidated import full_values
 from lightning_zero.checkpoint.names import with_plain_names
 from lightning_zero.checkpoint.saves import ShardedSaves
 from lightning_zero.checkpoint.sliced import resting_state_dict
@@ -53,6 +56,18 @@ class CheckpointForm(ABC):
             engine: The engine that trains, or has trained, with it.
             optimizer: The user's optimizer.
             index: Its number among the optimizers.
+        """
+
+    @abstractmethod
+    def other_values(
+        self, engine: ZeroEngine, label: str, values: Mapping[nn.Parameter, Tensor]
+    ) -> dict[nn.Parameter, Any]:
+        """Full values of what is trained, other than the weights, as hooks see them.
+
+        Args:
+            engine: The engine that trains.
+            label: What they are, for the names of tensors in a checkpoint.
+            values: A tensor of the shape of each of this rank's pieces.
         """
 
     @abstractmethod
@@ -99,6 +114,12 @@ class ConsolidatedForm(CheckpointForm):
         """See the base class."""
         return engine.optimizer_state_dict(optimizer)
 
+    def other_values(
+        self, engine: ZeroEngine, label: str, values: Mapping[nn.Parameter, Tensor]
+    ) -> dict[nn.Parameter, Any]:
+        """See the base class; empty on ranks other than 0."""
+        return full_values(values, engine.table, engine.groups.control)
+
     def save(self, checkpoint: State, path: str, write: Write, is_training: bool) -> None:
         """See the base class."""
         write(checkpoint)
@@ -119,6 +140,7 @@ class ShardedForm(CheckpointForm):
         self._saves: ShardedSaves | None = None
         self._weights: WeightParts | None = None
         self._optimizers: dict[int, tuple[ZeroEngine, Optimizer]] = {}
+        self._values: list[ValueParts] = []
 
     def module_state(self, engine: ZeroEngine | None, module: nn.Module) -> State:
         """See the base class; a ``StoredTensor`` stands for every parameter."""
@@ -128,6 +150,7 @@ class ShardedForm(CheckpointForm):
         names = {parameter: name for name, parameter in module.named_parameters()}
         buckets = () if engine is None else engine.buckets
         self._optimizers.clear()
+        self._values.clear()
         self._weights = WeightParts(names, buckets, self._groups().control, slices)
         with nullcontext() if engine is None else engine.sharded_state_dict():
             return self._weights.put_into(module.state_dict())
@@ -138,6 +161,14 @@ class ShardedForm(CheckpointForm):
         return stored_optimizer_state(
             optimizer, index, engine.table, engine.names, self._groups().control
         )
+
+    def other_values(
+        self, engine: ZeroEngine, label: str, values: Mapping[nn.Parameter, Tensor]
+    ) -> dict[nn.Parameter, Any]:
+        """See the base class; a ``StoredTensor`` stands for each."""
+        parts = ValueParts(label, values, engine.table, engine.names, self._groups().control)
+        self._values.append(parts)
+        return dict(parts.stored)
 
     def save(self, checkpoint: State, path: str, write: Write, is_training: bool) -> None:
         """See the base class.
@@ -156,6 +187,7 @@ class ShardedForm(CheckpointForm):
         self._saves.begin(Path(path), checkpoint, self._parts)
         self._weights = None
         self._optimizers.clear()
+        self._values.clear()
         if not is_training:
             self._saves.wait()
 
@@ -179,4 +211,5 @@ class ShardedForm(CheckpointForm):
         control = self._groups().control
         for index, (engine, optimizer) in self._optimizers.items():
             parts += optimizer_parts(optimizer, index, engine.table, engine.names, control)
+        parts += chain.from_iterable(self._values)
         return parts

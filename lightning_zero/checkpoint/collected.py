@@ -113,6 +113,51 @@ def _own(part: Part, control: Collectives) -> Iterator[Part]:
         yield Part(part.tensor, part.offset + begin, part.values[begin:end])
 
 
+class ValueParts:
+    """Other values of what is trained, such as averages.
+
+    Args:
+        label: What they are called among the tensors of a checkpoint.
+        values: A tensor of the shape of each of this rank's pieces. To be made on all ranks.
+        table: This rank's pieces.
+        names: Name of each parameter.
+        control: Group of the ranks that write.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        values: Mapping[nn.Parameter, Tensor],
+        table: PieceTable,
+        names: Names,
+        control: Collectives,
+    ) -> None:
+        self._control = control
+        self._here = [(p, values[p.parameter]) for p in table.pieces() if p.parameter in values]
+        mine = {
+            name: StoredTensor(
+                f"{label}/{plain_name(name)}",
+                Size(piece.slot.shape),
+                piece.slot.stride,
+                value.dtype,
+            )
+            for piece, value in self._here
+            for name in [names[piece.parameter]]
+        }
+        everywhere: dict[str, StoredTensor] = {}
+        for theirs in control.exchange_objects(mine, "save a sharded checkpoint"):
+            everywhere |= theirs
+        self.stored = {p: everywhere[name] for p, name in names.items() if name in everywhere}
+        """What stands for the full value of each parameter, the same on all ranks."""
+
+    def __iter__(self) -> Iterator[Part]:
+        for piece, value in self._here:
+            flat = flatten(value, piece.slot.stride if piece.is_whole else (1,))
+            part = Part(self.stored[piece.parameter], piece.piece.param_offset, flat)
+            is_everywhere = piece.master.parameters.layout.world_size == 1
+            yield from _own(part, self._control) if is_everywhere else (part,)
+
+
 def stored_optimizer_state(
     optimizer: Optimizer, index: int, table: PieceTable, names: Names, control: Collectives
 ) -> State:

@@ -104,6 +104,33 @@ def optimizer_state_dict(
     return in_torch_form(optimizer, state, names)
 
 
+def full_values(
+    values: Mapping[nn.Parameter, Tensor], table: PieceTable, collectives: Collectives
+) -> dict[nn.Parameter, Tensor]:
+    """Values that the ranks have for their pieces, put together on the CPU of rank 0.
+
+    Args:
+        values: A tensor of the shape of each piece. To be called on all ranks.
+        table: This rank's pieces.
+        collectives: Group over which they are sharded.
+
+    Returns:
+        Tensors of the parameters' shapes; empty on ranks other than 0.
+    """
+    found: dict[nn.Parameter, Tensor] = {}
+    nbytes = collectives.world_size * sum(value.nbytes for value in values.values())
+    with gathering(nbytes if collectives.rank == 0 else 0) as keep:
+        for master in table.masters:
+            local: _Local = {
+                piece.piece.slot: (piece, {"": values[piece.parameter]})
+                for piece in table.pieces()
+                if piece.master is master and piece.parameter in values
+            }
+            for slot, _, value in _full_states(collectives, master, local, keep):
+                found[master.parameters.parameters[slot]] = value
+    return found
+
+
 # Gathering.
 
 

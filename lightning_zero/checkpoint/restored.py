@@ -305,7 +305,7 @@ def _is_of_another_parameter(shapes: Mapping[str, tuple[int, ...]], shape: tuple
 
 
 def _cut_states(piece: MasterPiece, saved: State) -> State:
-    states = {key: _cut_state(piece, value) for key, value in saved.items()}
+    states = {key: cut_state(piece, value) for key, value in saved.items()}
     master = states.pop(MASTER_KEY, None)
     if master is not None and piece.master.has_copy:
         with torch.no_grad():
@@ -313,8 +313,8 @@ def _cut_states(piece: MasterPiece, saved: State) -> State:
     return states
 
 
-def _cut_state(piece: MasterPiece, value: Any) -> Any:
-    """This rank's piece of a state, in memory of its own."""
+def cut_state(piece: MasterPiece, value: Any) -> Any:
+    """This rank's piece of a full or stored state of a parameter, in memory of its own."""
     slot = piece.slot
     begin, end = piece.piece.param_offset, piece.piece.param_offset + piece.piece.numel
     if isinstance(value, StoredTensor):

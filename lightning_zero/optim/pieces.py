@@ -144,6 +144,10 @@ class PieceTable:
         for master in self.masters:
             master.release()
 
+    def pieces(self) -> Iterable[MasterPiece]:
+        """All pieces of this rank."""
+        return self._pieces.values()
+
     def piece(self, parameter: nn.Parameter) -> MasterPiece | None:
         """This rank's piece of a parameter; None if there is none."""
         return self._pieces.get(parameter)

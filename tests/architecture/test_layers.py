@@ -13,6 +13,7 @@ FILES = sorted(trees())
 # A file may import from its own level and from those below it; a level is one room.
 LEVELS = [
     ("__init__.py",),
+    ("averaging.py",),
     ("strategy.py",),
     ("checkpointing.py",),
     ("checks.py",),
@@ -24,6 +25,7 @@ LEVELS = [
     ("scaling.py",),
     ("formats.py",),
     ("engine.py",),
+    ("trained.py",),
     ("held.py", "whole.py"),
     ("partition.py",),
     ("checkpoint/",),
@@ -42,6 +44,7 @@ LEVELS = [
 ]
 SAYS_LIGHTNING = {
     "__init__.py",
+    "averaging.py",
     "strategy.py",
     "checkpointing.py",
     "checks.py",

@@ -46,6 +46,7 @@ def test_package_exports_these_names():
         "ParamStatus",
         "PrefetchOptions",
         "ShardGroups",
+        "ZeroEMA",
         "ZeroEngine",
         "ZeroOptions",
         "ZeroStrategy",
