@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lightning_zero.optim.overflow import OnNonfinite
 from lightning_zero.params.units import LeafModule
 from lightning_zero.plan.layout import ShardBy
 from lightning_zero.plan.prefetch import PrefetchOptions
@@ -190,6 +191,18 @@ def timedelta_of(value: timedelta | float | None) -> timedelta | None:
             f"timeout must be a timedelta or a positive number of seconds, got {value!r}"
         )
     return timedelta(seconds=value)
+
+
+def on_nonfinite_of(value: str) -> OnNonfinite:
+    """What happens to a step whose gradients are not finite.
+
+    Raises:
+        ValueError: There is no such choice.
+    """
+    for action in ("step", "skip", "error"):
+        if value == action:
+            return action
+    raise ValueError(f"nonfinite_gradients must be 'step', 'skip' or 'error', got {value!r}")
 
 
 def start_method_of(value: str) -> StartMethod:

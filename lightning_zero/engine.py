@@ -392,6 +392,11 @@ class ZeroEngine:
             self.coordinator.forget_buckets()
 
     @property
+    def agreement(self) -> GradientAgreement:
+        """What the ranks agree on about the gradients, between backward and step."""
+        return self._agreement
+
+    @property
     def is_open(self) -> bool:
         """Whether the module is still partitioned."""
         return self._hooks is not None

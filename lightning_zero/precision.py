@@ -24,7 +24,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.optim.overflow import SkippedSteps, Where
+from lightning_zero.optim.overflow import (
+    NonfiniteGradients,
+    NonfiniteSteps,
+    OnNonfinite,
+    check_scale,
+)
 from lightning_zero.scaling import unscale_together
 
 
@@ -33,6 +38,20 @@ class ZeroPrecision(Precision):
 
     engine: ZeroEngine | None = None
     """Set by the strategy while a fit is set up."""
+
+    on_nonfinite: OnNonfinite = "step"
+    """What happens to a step whose gradients are not finite, where no loss scaler decides."""
+
+    def take_options(self, on_nonfinite: OnNonfinite) -> None:
+        """Take those of the strategy.
+
+        Args:
+            on_nonfinite: See the attribute.
+
+        Raises:
+            ValueError: An option has no effect with this precision.
+        """
+        self.on_nonfinite = on_nonfinite
 
     @override
     def backward(  # type: ignore[override]  # as Lightning's Trainer calls it
@@ -59,8 +78,34 @@ class ZeroPrecision(Precision):
     ) -> Any:
         engine = self._ready_engine()
         result = self._wrap_closure(model, optimizer, closure)
-        engine.step(optimizer, lambda: optimizer.step(**kwargs))
+        is_taken = self._is_taken(engine, model.trainer, optimizer)
+        engine.step(optimizer, lambda: optimizer.step(**kwargs) if is_taken else None)
         return result
+
+    @cached_property
+    def nonfinite_steps(self) -> NonfiniteSteps:
+        """Steps whose gradients were not finite."""
+        return NonfiniteSteps()
+
+    def _is_taken(self, engine: ZeroEngine, trainer: pl.Trainer, optimizer: Optimizer) -> bool:
+        """Whether an optimizer may step with the gradients it has; the same on all ranks."""
+        where = engine.agreement.nonfinite(optimizer)
+        if not where:
+            self.nonfinite_steps.end_row(optimizer)
+            return True
+        action = self.on_nonfinite
+        text = self.nonfinite_steps.taken(optimizer, trainer.global_step, where, action)
+        self._log(trainer, "zero/nonfinite_steps")
+        if action == "error":
+            raise RuntimeError(text)
+        if text:  # on every rank: each rank's log says why it trains no more
+            warnings.warn(text, stacklevel=2)
+        return action == "step"
+
+    def _log(self, trainer: pl.Trainer, metric: str) -> None:
+        for logger in trainer.loggers:
+            count = float(self.nonfinite_steps.count)
+            logger.log_metrics({metric: count}, step=trainer.global_step)
 
     @override
     def clip_gradients(
@@ -101,6 +146,16 @@ class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
     """``16-mixed`` and ``bf16-mixed``; with a loss scaler, all ranks skip the same steps."""
 
     @override
+    def take_options(self, on_nonfinite: OnNonfinite) -> None:
+        if self.scaler is not None and on_nonfinite != "step":
+            raise ValueError(
+                f"nonfinite_gradients={on_nonfinite!r} has no effect with a loss scaler"
+                " (precision='16-mixed'), which skips the steps whose gradients are not finite:"
+                " remove it"
+            )
+        super().take_options(on_nonfinite)
+
+    @override
     def optimizer_step(  # type: ignore[override]  # as Lightning's Trainer calls it
         self,
         optimizer: Any,
@@ -117,29 +172,26 @@ class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
             self._after_closure(model, optimizer)
             return result
         where = unscale_together(engine, scaler, optimizer)
-        if where is None:
-            self.skipped_steps.stepped()
+        if where is not None:
+            self._tell_skipped(model.trainer, optimizer, scaler.get_scale(), where)
         else:
-            self._tell_skipped(model.trainer, scaler.get_scale(), where)
+            self.nonfinite_steps.end_row(optimizer)
         self._after_closure(model, optimizer)
         engine.step(optimizer, lambda: scaler.step(optimizer, **kwargs))
         scaler.update()
+        if where is not None:
+            check_scale(scaler.get_scale(), model.trainer.global_step, where)
         return result
 
-    @cached_property
-    def skipped_steps(self) -> SkippedSteps:
-        """Steps that were skipped because gradients were not finite."""
-        return SkippedSteps()
-
-    def _tell_skipped(self, trainer: pl.Trainer, scale: float, where: Where) -> None:
-        text, is_warning = self.skipped_steps.skipped(trainer.global_step, scale, where)
+    def _tell_skipped(
+        self, trainer: pl.Trainer, optimizer: Optimizer, scale: float, where: NonfiniteGradients
+    ) -> None:
+        text, is_warning = self.nonfinite_steps.scaled(optimizer, trainer.global_step, scale, where)
         if is_warning:  # on every rank: it is in each rank's log why that rank trains nothing
             warnings.warn(text, stacklevel=2)
         elif text:
             rank_zero_info(text)
-        for logger in trainer.loggers:
-            counts = {"zero/skipped_steps": float(self.skipped_steps.count)}
-            logger.log_metrics(counts, step=trainer.global_step)
+        self._log(trainer, "zero/skipped_steps")
 
     # Checkpoints name a plugin's state by its class; ours is Lightning's state.
 

@@ -7,12 +7,12 @@ from torch.optim import Optimizer
 
 from lightning_zero import _compat
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.optim.overflow import Where, nonfinite_names
+from lightning_zero.optim.overflow import NonfiniteGradients
 
 
 def unscale_together(
     engine: ZeroEngine, scaler: torch.amp.GradScaler, optimizer: Optimizer
-) -> Where | None:
+) -> NonfiniteGradients | None:
     """Unscale this rank's pieces; an overflow on one rank is one on all. For all ranks to call.
 
     Args:
@@ -21,7 +21,8 @@ def unscale_together(
         optimizer: The user's optimizer.
 
     Returns:
-        Where gradients are not finite; None if all are.
+        Where gradients were not finite before they were unscaled, False if only unscaling made them
+        so; None if all are finite.
     """
     with engine.pieces(optimizer):
         scaler.unscale_(optimizer)
@@ -32,8 +33,4 @@ def unscale_together(
     overflows = mark.double().reshape(1).clone()
     engine.groups.gradients.agree(overflows)
     mark.copy_((overflows > 0).float().reshape(mark.shape))
-    if not bool(mark):
-        return None
-    with engine.pieces(optimizer):
-        bad = nonfinite_names(optimizer, engine.table, engine.names)
-    return engine.groups.control.exchange_objects(bad, "tell where gradients are not finite")
+    return engine.agreement.nonfinite(optimizer) if bool(mark) else None

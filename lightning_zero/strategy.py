@@ -31,11 +31,19 @@ from lightning_zero.checks import (
     check_started_ranks,
 )
 from lightning_zero.comm.groups import DEFAULT_TIMEOUT
-from lightning_zero.config import GatherBy, StartMethod, ZeroOptions, start_method_of, timedelta_of
+from lightning_zero.config import (
+    GatherBy,
+    StartMethod,
+    ZeroOptions,
+    on_nonfinite_of,
+    start_method_of,
+    timedelta_of,
+)
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.held import Wanted
 from lightning_zero.memory.measure import ModelStateBytes
 from lightning_zero.observe.recorder import Recorder
+from lightning_zero.optim.overflow import OnNonfinite
 from lightning_zero.params.bucket import explain_refused_write
 from lightning_zero.params.units import LeafModule
 from lightning_zero.partition import broadcast_module, construction
@@ -77,6 +85,9 @@ class ZeroStrategy(CheckpointingStrategy):
             them in step; ``"auto"`` is collective with NCCL, else one-sided.
         leaf_modules: Stage 3: modules whose parameters travel as a whole: classes, names of
             classes, names of modules, or endings of names.
+        nonfinite_gradients: What happens to a step whose gradients are not finite on any rank:
+            ``"step"`` warns and steps, as DDP does, ``"skip"`` leaves the step out on all ranks,
+            ``"error"`` raises on all of them. With fp16, the loss scaler skips.
         uneven_batches: What happens where ranks run out of training batches at different times:
             ``"stop"`` ends the epoch on all ranks when the first has none left, ``"error"`` raises.
         wall_clock_breakdown: Print and log for each step how long forward and backward submit, wait
@@ -116,6 +127,7 @@ class ZeroStrategy(CheckpointingStrategy):
         prefetch: PrefetchOptions | Mapping[str, Any] | None = None,
         gather_by: GatherBy = "auto",
         leaf_modules: Sequence[LeafModule] = (),
+        nonfinite_gradients: OnNonfinite = "step",
         uneven_batches: UnevenBatches = "stop",
         wall_clock_breakdown: bool = False,
         timeline: str | Path | None = None,
@@ -142,6 +154,7 @@ class ZeroStrategy(CheckpointingStrategy):
             leaf_modules=leaf_modules,
         )
         self._policy = self.options.policy
+        self._on_nonfinite = on_nonfinite_of(nonfinite_gradients)
         self._batches = EvenBatches(uneven_batches)
         self._observer = StepObserver(wall_clock_breakdown, timeline)
         self._trace_log = TraceLog()
@@ -172,7 +185,10 @@ class ZeroStrategy(CheckpointingStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = None if plugin is None else zero_precision(plugin)
+        self._precision_plugin = None
+        if plugin is not None:
+            self._precision_plugin = zero_precision(plugin)
+            self._precision_plugin.take_options(self._on_nonfinite)
 
     @classmethod
     @override

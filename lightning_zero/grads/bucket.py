@@ -58,6 +58,8 @@ class GradientBucket:
         """The same for each of the parameters."""
         self.idle_steps = [0] * len(self.parameters)
         """Steps in a row in which no rank used a parameter; the same numbers on all ranks."""
+        self._spread: Tensor | None = None
+        self._sum_spread: Tensor | None = None
         self._shard_grad: Tensor | None = None
         self._faces: list[Tensor] = []
         self._gaps = layout.gaps()
@@ -110,6 +112,27 @@ class GradientBucket:
         if len(self.arrived) < len(self.parameters):
             for slot in set(range(len(self.parameters))) - self.arrived:
                 self._slot_view(slot).zero_()
+
+    def note_spread(self) -> None:
+        """Look at what this rank is about to send, without waiting for what is seen."""
+        self._spread = _with_spread(self._spread, self._full_buffer())
+
+    def note_sum_spread(self) -> None:
+        """Look at a sum that may overflow though no summand does: fp16 holds no more than 65504."""
+        if self.wire_dtype == torch.float16:
+            self._sum_spread = _with_spread(self._sum_spread, self.shard_grad)
+
+    def spreads(self) -> tuple[Tensor | None, Tensor | None]:
+        """Of this rank's gradients and of their sums, since they were last forgotten.
+
+        Returns:
+            0-d float64 each, not finite if a gradient was not; None if there was none to look at.
+        """
+        return self._spread, self._sum_spread
+
+    def forget_spreads(self) -> None:
+        """Begin anew with what is noted."""
+        self._spread = self._sum_spread = None
 
     def prepare_shard_grad(self) -> bool:
         """Clear the pieces whose gradient the user has cleared; True if others must be added to."""
@@ -207,3 +230,14 @@ class GradientBucket:
         if self.buffer is None:
             raise AssertionError(f"bucket {self.layout.index} has no gradient buffer")
         return self.buffer
+
+
+def _with_spread(noted: Tensor | None, values: Tensor) -> Tensor:
+    """Largest minus smallest value, added to what was noted: finite if and only if all values are.
+
+    One pass; ``isfinite`` would take twenty times as long on a CPU. float64, so that it cannot
+    overflow.
+    """
+    low, high = torch.aminmax(values.detach())
+    spread = high.double() - low.double()
+    return spread if noted is None else noted + spread

@@ -14,11 +14,12 @@ of it in the agreement before the optimizer step, and reduce once more.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from lightning_zero import _compat
@@ -116,6 +117,23 @@ class GradientReducer:
         """Whether this rank holds gradients that no reduction has taken."""
         return any(bucket.has_unreduced() for bucket in self.buckets)
 
+    def nonfinite(self) -> tuple[Tensor | None, Tensor | None]:
+        """Whether a gradient of this rank, and a sum over the ranks, was not finite.
+
+        Returns:
+            0-d bool tensors on the gradients' device; None where none can have been.
+        """
+        noted = zip(*(bucket.spreads() for bucket in self.buckets), strict=True)
+        own, summed = (
+            (_any_nonfinite(spreads) for spreads in noted) if self.buckets else (None,) * 2
+        )
+        return own, summed
+
+    def forget_nonfinite(self) -> None:
+        """What is noted from now on is of later gradients."""
+        for bucket in self.buckets:
+            bucket.forget_spreads()
+
     def reduce_unreduced(self) -> None:
         """One more round for gradients that came late; to be called on all ranks together."""
         synchronises, self.synchronises = self.synchronises, True
@@ -202,6 +220,7 @@ class GradientReducer:
         if bucket.buffer is None:
             self._open(bucket)
         bucket.fill_rest()
+        bucket.note_spread()
         accumulate = bucket.prepare_shard_grad()
         buffer = bucket.buffer
         if buffer is None:
@@ -237,12 +256,18 @@ class GradientReducer:
                 f" {reduction.bucket.layout}: another rank has failed, or did not run a backward"
                 f" in this step and did not take part in time ({type(error).__name__}: {error})"
             ) from error
+        reduction.bucket.note_sum_spread()
         self._recorder.end(waiting)
         self._recorder.end(reduction.span)
         for buffer in (reduction.bucket.buffer, reduction.scratch):
             if buffer is not None:
                 self._pool.give(buffer)
         reduction.bucket.buffer = None
+
+
+def _any_nonfinite(spreads: Iterable[Tensor | None]) -> Tensor | None:
+    noted = [spread for spread in spreads if spread is not None]
+    return torch.stack(noted).isfinite().logical_not().any() if noted else None
 
 
 class _Reduction(NamedTuple):

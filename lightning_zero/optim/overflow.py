@@ -1,100 +1,157 @@
-"""Steps that are skipped because gradients were not finite, and what the user is told."""
+"""Gradients that are not finite: where they are, how often, and what the user is told."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Literal
 
-from torch import nn
+import torch
 from torch.optim import Optimizer
 
-from lightning_zero.optim.pieces import PieceTable
+OnNonfinite = Literal["step", "skip", "error"]
+"""What happens to a step whose gradients are not finite."""
 
 LOUD_AFTER = 10
-"""Skipped steps in a row that are worth a warning, and again at ten times as many."""
+"""Such steps in a row that are worth a warning, and again at ten times as many."""
 MAX_NAMED = 5
-"""Parameters of a rank that a message names."""
+"""Parameters that a message names."""
+MIN_SCALE = torch.finfo(torch.float32).tiny
+"""The smallest normal loss scale: with less, its reciprocal overflows, and no step can follow."""
 
-Where = Sequence[Sequence[str]]
-"""Names of parameters with non-finite gradients, by rank."""
+
+@dataclass(frozen=True, slots=True)
+class NonfiniteGradients:
+    """Where gradients are not finite, the same on all ranks. False if all are finite."""
+
+    ranks: tuple[int, ...] = ()
+    """Ranks on which they arose; empty if only a sum over ranks and micro-batches is not finite."""
+
+    names: tuple[str, ...] = ()
+    """Parameters whose averaged gradients are not finite, in model order."""
+
+    def __bool__(self) -> bool:
+        return bool(self.names)
+
+    def __str__(self) -> str:
+        plural = "s" if len(self.ranks) > 1 else ""
+        ranks = f"on rank{plural} {', '.join(map(str, self.ranks))}"
+        more = len(self.names) - MAX_NAMED
+        named = ", ".join(self.names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+        return f"{ranks if self.ranks else 'in a sum of finite gradients'}, in {named}"
 
 
-class SkippedSteps:
-    """Counts skipped steps. A few are how loss scaling finds its scale; many are a frozen run."""
+class NonfiniteSteps:
+    """Counts steps whose gradients were not finite, and says what is to be told of them.
+
+    One is told, and then 10, 100, ... in a row of one optimizer.
+    """
 
     def __init__(self) -> None:
         self.count = 0
-        """Steps skipped so far."""
-        self.in_a_row = 0
-        """Steps skipped since the last update."""
+        """Such steps so far."""
+        self._in_a_row: MutableMapping[Optimizer, int] = weakref.WeakKeyDictionary()
 
-    def stepped(self) -> None:
-        """The weights were updated."""
-        self.in_a_row = 0
+    def in_a_row(self, optimizer: Optimizer) -> int:
+        """Such steps of an optimizer since its last one with finite gradients."""
+        return self._in_a_row.get(optimizer, 0)
 
-    def skipped(self, step: int, scale: float, where: Where) -> tuple[str, bool]:
-        """Note a skipped step.
+    def end_row(self, optimizer: Optimizer) -> None:
+        """The gradients of a step were finite."""
+        self._in_a_row[optimizer] = 0
+
+    def add(self, optimizer: Optimizer) -> bool:
+        """Note a step; True if it is one of many in a row, and it is time to say so."""
+        self.count += 1
+        number = self._in_a_row[optimizer] = self.in_a_row(optimizer) + 1
+        return number % LOUD_AFTER == 0 and _is_power_of_ten(number // LOUD_AFTER)
+
+    def taken(
+        self, optimizer: Optimizer, step: int, where: NonfiniteGradients, action: OnNonfinite
+    ) -> str:
+        """Note a step without loss scaling.
 
         Args:
+            optimizer: The optimizer.
+            step: Number of the optimizer step.
+            where: Where its gradients are not finite.
+            action: What happens to it.
+
+        Returns:
+            A warning, empty if it is not the time for one.
+        """
+        is_loud = self.add(optimizer)
+        if not is_loud and self.count > 1 and action != "error":
+            return ""
+        row = self._row_of(optimizer) if is_loud else ""
+        told = f"step {step}: gradients are not finite. They arose {where}.{row}"
+        look = "Look at the data and the loss of these ranks, or lower the learning rate."
+        if action == "error":
+            return f"{told} {look}"
+        if action == "skip":
+            return f"{told} All ranks skip the step: weights and optimizer state stay. {look}"
+        return (
+            f"{told} The optimizer steps with them, as under DDP, and the weights are likely to be"
+            f' lost. {look} ZeroStrategy(nonfinite_gradients="skip") skips such steps, "error" ends'
+            " the run."
+        )
+
+    def scaled(
+        self, optimizer: Optimizer, step: int, scale: float, where: NonfiniteGradients
+    ) -> tuple[str, bool]:
+        """Note a step that the loss scaler has skipped. A few are how it finds its scale.
+
+        Args:
+            optimizer: The optimizer.
             step: Number of the optimizer step.
             scale: Loss scale that it was made with.
-            where: See :data:`Where`.
+            where: Where its gradients are not finite.
 
         Returns:
             What to tell the user, empty if nothing; and whether that is a warning.
         """
-        self.count += 1
-        self.in_a_row += 1
-        is_frozen = self.in_a_row >= LOUD_AFTER and _is_power_of_ten(self.in_a_row // LOUD_AFTER)
-        is_frozen = is_frozen and self.in_a_row % LOUD_AFTER == 0
-        if not is_frozen and self.count > 1:
+        is_loud = self.add(optimizer)
+        if not is_loud and self.count > 1:
             return "", False
-        found = "; ".join(
-            f"in rank {r}'s part of {_some(names)}" for r, names in enumerate(where) if names
-        )
-        text = (
+        arose = f"They arose {where}." if where else "They overflow when the scale is taken out."
+        told = (
             f"step {step} was skipped on all ranks: gradients are not finite at loss scale"
-            f" {scale:g} ({found})."
+            f" {scale:g}. {arose}"
         )
-        if not is_frozen:
-            return (
-                f"{text} The scale is halved; skips that come again are counted, not told.",
-                False,
-            )
+        if not is_loud:
+            return f"{told} The scale is halved; more skips are counted, not told.", False
         return (
-            f"{text} That makes {self.in_a_row} steps in a row ({self.count} in all): the weights"
-            " do not change any more. Look at the data and the loss, lower the learning rate, or"
-            " train with bf16-mixed.",
+            f"{told}{self._row_of(optimizer)} The weights do not change any more. Look at the data"
+            " and the loss, lower the learning rate, or train with bf16-mixed.",
             True,
         )
 
+    def _row_of(self, optimizer: Optimizer) -> str:
+        return f" That makes {self.in_a_row(optimizer)} steps in a row ({self.count} in all)."
 
-def nonfinite_names(
-    optimizer: Optimizer, table: PieceTable, names: Mapping[nn.Parameter, str]
-) -> list[str]:
-    """Names of an optimizer's parameters whose gradients are not finite in this rank's pieces.
+
+def check_scale(scale: float, step: int, where: NonfiniteGradients) -> None:
+    """End a run whose loss scale has been halved until nothing is left; the same on all ranks.
 
     Args:
-        optimizer: With its pieces in place of parameters (``PieceTable.swapped``).
-        table: This rank's pieces.
-        names: Name of each parameter.
+        scale: The scale for the next step.
+        step: Number of the optimizer step that was skipped.
+        where: Where its gradients were not finite.
+
+    Raises:
+        RuntimeError: No later step can be taken.
     """
-    here = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-    found = []
-    for parameter, name in names.items():
-        piece = table.piece(parameter)
-        if piece is None or id(piece.tensor) not in here or piece.tensor.grad is None:
-            continue
-        if not bool(piece.tensor.grad.isfinite().all()):
-            found.append(name)
-    return found
+    if scale < MIN_SCALE:
+        raise RuntimeError(
+            f"step {step}: the loss scale has fallen to {scale:g}, and gradients are still not"
+            f" finite ({where if where else 'in the division by the scale'}): the loss itself is"
+            " not. Look at the data and the loss, lower the learning rate, or train with"
+            " bf16-mixed."
+        )
 
 
 def _is_power_of_ten(value: int) -> bool:
     while value >= 10 and value % 10 == 0:
         value //= 10
     return value == 1
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - MAX_NAMED
-    return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")

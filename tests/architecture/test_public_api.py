@@ -24,6 +24,7 @@ KEYWORDS = {  # in order, with their defaults
     "prefetch": None,
     "gather_by": "auto",
     "leaf_modules": (),
+    "nonfinite_gradients": "step",
     "uneven_batches": "stop",
     "wall_clock_breakdown": False,
     "timeline": None,

@@ -55,8 +55,8 @@ def scaled_runs(bad_rank, bad_step):
         plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
         fit = trainer(ZeroStrategy(stage), 2, plugins=plugin)
         fit.fit(module)
-        skipped = fit.precision_plugin.skipped_steps
-        counts = skipped.count, skipped.in_a_row
+        skipped = fit.precision_plugin.nonfinite_steps
+        counts = skipped.count, skipped.in_a_row(fit.optimizers[0])
         found[stage] = weights(module), fit.precision_plugin.scaler.get_scale(), counts
     return found
 
@@ -102,11 +102,36 @@ def test_run_that_overflows_at_every_step_is_announced(tmp_path):
         (message,), rows = first[stage]
         assert "step 9 was skipped on all ranks" in message
         assert "10 steps in a row" in message
-        assert "part of model." in message
+        assert "They arose on rank 1, in model." in message
         assert rows[0].split(",").count("zero/skipped_steps") == 1
         column = rows[0].split(",").index("zero/skipped_steps")
         assert [float(row.split(",")[column]) for row in rows[1:]] == list(range(1, 13))
         assert second[stage][0] == [message]
+
+
+def vanishing_scale():
+    """As above, but the loss scale cannot be halved for long."""
+
+    class Lost(Language):
+        def training_step(self, batch, index):
+            loss = super().training_step(batch, index)
+            return loss * float("inf") if self.trainer.global_rank == 1 else loss
+
+    found = {}
+    for stage in (0, 3):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-124)
+        plugin = MixedPrecision("16-mixed", "cpu", scaler)
+        with pytest.raises(RuntimeError) as caught:
+            trainer(ZeroStrategy(stage), 2, plugins=plugin).fit(Lost(steps=6))
+        found[stage] = str(caught.value)
+    return found
+
+
+def test_a_loss_scale_that_vanishes_ends_the_run_on_all_ranks():
+    for found in run_ranks(vanishing_scale, 2):
+        for stage in (0, 3):
+            assert "step 2: the loss scale has fallen to" in found[stage]
+            assert "on rank 1, in model." in found[stage]
 
 
 def half_reference(world_size, steps, learning_rate):
