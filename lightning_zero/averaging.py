@@ -134,7 +134,7 @@ class ZeroEMA(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage != "fit":
+        if trainer.state.fn != TrainerFn.FITTING:
             return
         _strategy_of(trainer)
         averaging = (ZeroEMA, WeightAveraging, StochasticWeightAveraging)
@@ -190,7 +190,7 @@ class ZeroEMA(Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit" and self._pieces is not None:
+        if self._pieces is not None:
             self._pieces.values.clear()
             self._buffers.values.clear()
 
