@@ -1,11 +1,13 @@
 """ZeRO for PyTorch Lightning: partitioned optimizer state, gradients and parameters.
 
 Importing the package registers the names ``zero_stage_1``, ``zero_stage_2`` and ``zero_stage_3``,
-so that ``Trainer(strategy="zero_stage_3")`` works.
+so that ``Trainer(strategy="zero_stage_3")`` and ``Fabric(strategy="zero_stage_3")`` work.
 """
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_zero import fabric
 from lightning_zero.__about__ import __version__
 from lightning_zero.access import (
     full_grad,
@@ -26,6 +28,7 @@ from lightning_zero.plan.prefetch import PrefetchOptions
 from lightning_zero.strategy import ZeroStrategy
 
 ZeroStrategy.register_strategies(StrategyRegistry)
+fabric.ZeroStrategy.register_strategies(STRATEGY_REGISTRY)
 
 __all__ = [
     "ParamStatus",
@@ -36,6 +39,7 @@ __all__ = [
     "ZeroOptions",
     "ZeroStrategy",
     "__version__",
+    "fabric",
     "full_grad",
     "full_optimizer_state",
     "full_params",

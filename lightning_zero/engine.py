@@ -14,6 +14,7 @@ The engine knows nothing of Lightning: it also drives a bare loop::
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -142,6 +143,22 @@ class ZeroEngine:
         self._shards.open({b.layout.index: b.shard for b in self._buckets if not b.is_resident})
         _open_engines.add(self)
 
+    def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Train with more optimizers from now on; to be called on all ranks.
+
+        Args:
+            optimizers: Over parameters that required gradients when the engine was made.
+
+        Raises:
+            ValueError: An optimizer cannot be used.
+        """
+        check_model(self.module, optimizers, self.options, self.groups.world_size)
+        self._optimizers += optimizers
+        self.whole = WholeTensors(
+            self.names, self._optimizers, self.table, self._agreement, self.groups.control
+        )
+        self._buffer_sync = self._buffer_sync or BufferSync(self.module, self.groups.control)
+
     # One step, in the order of its calls.
 
     @contextmanager
@@ -200,14 +217,26 @@ class ZeroEngine:
         return self._agreement.total_norm(optimizer, norm_type)
 
     def clip_grad_norm_(
-        self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0
+        self,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
     ) -> float:
         """Scale an optimizer's gradients so that their norm over all ranks is at most ``max_norm``.
 
         Returns:
             The norm before clipping.
+
+        Raises:
+            RuntimeError: ``error_if_nonfinite``, and the norm is not finite; on all ranks.
         """
         norm = self._agreement.total_norm(optimizer, norm_type)
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(
+                f"the norm of the gradients is {norm}, so they cannot be scaled to {max_norm}: look"
+                " at the data and the loss, or let them be with error_if_nonfinite=False"
+            )
         # In fp32 as torch.nn.utils.clip_grad_norm_ does, so that both scale by the same number.
         scale = torch.clamp(max_norm / (torch.tensor(norm) + 1e-6), max=1.0)
         self.watch.on_gradients(optimizer, self._reducer.generation)
@@ -400,6 +429,11 @@ class ZeroEngine:
     def is_open(self) -> bool:
         """Whether the module is still partitioned."""
         return self._hooks is not None
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The user's optimizers."""
+        return self._optimizers
 
     @property
     def buckets(self) -> Sequence[ParameterBucket]:

@@ -14,7 +14,7 @@ FILES = sorted(trees())
 LEVELS = [
     ("__init__.py",),
     ("averaging.py",),
-    ("strategy.py",),
+    ("strategy.py", "fabric/"),
     ("checkpointing.py",),
     ("checks.py",),
     ("callbacks.py",),
@@ -22,7 +22,7 @@ LEVELS = [
     ("cli.py",),
     ("batches.py",),
     ("access.py",),
-    ("scaling.py",),
+    ("scaling.py", "direct_loads.py"),
     ("formats.py",),
     ("engine.py",),
     ("trained.py",),
@@ -47,6 +47,8 @@ SAYS_LIGHTNING = {
     "averaging.py",
     "strategy.py",
     "checkpointing.py",
+    "fabric/strategy.py",
+    "fabric/checkpointing.py",
     "checks.py",
     "precision.py",
     "callbacks.py",
@@ -243,6 +245,8 @@ def _own_private_names() -> set[str]:
 _INHERITED = {
     "strategy.py": {"_layer_sync"},
     "checkpointing.py": {"_timeout"},
+    "fabric/strategy.py": {"_timeout"},
+    "fabric/checkpointing.py": {"_timeout"},
     "precision.py": {"_wrap_closure", "_after_closure"},
 }
 

@@ -7,6 +7,9 @@ import inspect
 import re
 
 import pytest
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
@@ -39,6 +42,16 @@ KEYWORDS = {  # in order, with their defaults
     "checkpoint_io": None,
     "precision_plugin": None,
 }
+ONLY_TRAINER = {  # what a Fabric's user does in the loop
+    "uneven_batches",
+    "wall_clock_breakdown",
+    "timeline",
+    "exclude_frozen_parameters",
+    "precision_plugin",  # is called precision there
+}
+FABRIC_KEYWORDS = {k: v for k, v in KEYWORDS.items() if k not in ONLY_TRAINER} | {"precision": None}
+KEYWORDS_OF = {ZeroStrategy: KEYWORDS, lightning_zero.fabric.ZeroStrategy: FABRIC_KEYWORDS}
+both = pytest.mark.parametrize("strategy", KEYWORDS_OF, ids=["trainer", "fabric"])
 FUNCTIONS = (ast.FunctionDef, ast.ClassDef)
 
 
@@ -52,6 +65,7 @@ def test_package_exports_these_names():
         "ZeroOptions",
         "ZeroStrategy",
         "__version__",
+        "fabric",
         "full_grad",
         "full_optimizer_state",
         "full_params",
@@ -68,40 +82,49 @@ def test_version_is_a_release_number():
     assert re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc|\.dev)\d+)?", lightning_zero.__version__)
 
 
-def test_strategy_takes_exactly_the_documented_keywords():
-    parameters = inspect.signature(ZeroStrategy).parameters
-    assert {name: p.default for name, p in parameters.items()} == KEYWORDS
-    assert list(parameters) == list(KEYWORDS)
+@both
+def test_strategy_takes_exactly_the_documented_keywords(strategy):
+    parameters = inspect.signature(strategy).parameters
+    assert {name: p.default for name, p in parameters.items()} == KEYWORDS_OF[strategy]
+    assert list(parameters) == list(KEYWORDS_OF[strategy])
 
 
-def test_strategy_takes_only_the_stage_by_position():
-    kinds = {name: p.kind for name, p in inspect.signature(ZeroStrategy).parameters.items()}
+@both
+def test_strategy_takes_only_the_stage_by_position(strategy):
+    kinds = {name: p.kind for name, p in inspect.signature(strategy).parameters.items()}
     assert kinds.pop("stage") is inspect.Parameter.POSITIONAL_OR_KEYWORD
     assert set(kinds.values()) == {inspect.Parameter.KEYWORD_ONLY}
 
 
-def test_strategy_documents_each_keyword():
-    text = inspect.getdoc(ZeroStrategy)
+@both
+def test_strategy_documents_each_keyword(strategy):
+    text = inspect.getdoc(strategy)
     text = text[text.index("Args:") : text.index("Raises:")]
     documented = re.findall(r"^    (\w+):", text, flags=re.MULTILINE)
-    assert documented == list(KEYWORDS)
+    assert documented == list(KEYWORDS_OF[strategy])
 
 
 def test_strategy_is_a_ddp_strategy():
     assert issubclass(ZeroStrategy, DDPStrategy)
+    assert issubclass(lightning_zero.fabric.ZeroStrategy, FabricDDPStrategy)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_registered_name_makes_a_strategy_of_its_stage(stage):
     name = f"zero_stage_{stage}"
-    assert name in StrategyRegistry.available_strategies()
-    strategy = Trainer(accelerator="cpu", devices=1, strategy=name, logger=False).strategy
-    assert type(strategy) is ZeroStrategy
-    assert strategy.options.stage == stage
+    options = {"accelerator": "cpu", "devices": 1, "strategy": name}
+    for registry, made, kind in (
+        (StrategyRegistry, Trainer(**options, logger=False).strategy, ZeroStrategy),
+        (STRATEGY_REGISTRY, Fabric(**options).strategy, lightning_zero.fabric.ZeroStrategy),
+    ):
+        assert name in registry.available_strategies()
+        assert type(made) is kind
+        assert made.options.stage == stage
 
 
-def test_no_other_names_are_registered():
-    ours = {name for name in StrategyRegistry.available_strategies() if name.startswith("zero")}
+@pytest.mark.parametrize("registry", [StrategyRegistry, STRATEGY_REGISTRY])
+def test_no_other_names_are_registered(registry):
+    ours = {name for name in registry.available_strategies() if name.startswith("zero")}
     assert ours == {"zero_stage_1", "zero_stage_2", "zero_stage_3"}
 
 

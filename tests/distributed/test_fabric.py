@@ -1,0 +1,418 @@
+"""Fabric: plain loops, several models and optimizers, checkpoints. Each equals Fabric's DDP."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
+from torch import nn
+
+import lightning_zero as lz
+from lightning_zero.fabric import ZeroStrategy
+from tests.helpers.models import (
+    TinyGPT,
+    Tokens,
+    adamw,
+    difference,
+    equal,
+    sgd_momentum,
+    two_groups,
+    weights,
+)
+from tests.helpers.spawn import run_ranks
+
+STAGES = (0, 1, 2, 3)
+STEPS = 4
+NORM_BOUND = 1e-6  # a norm is summed piece by piece, in another order than torch's
+
+
+def ddp():
+    return DDPStrategy()
+
+
+def zero(stage, **options):
+    return ZeroStrategy(stage, bucket_numel=3000, timeout=30, **options)
+
+
+def started(strategy, **options):
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, **options)
+    fabric.launch()
+    return fabric
+
+
+def seeded(make, *args, **options):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return make(*args, **options)
+
+
+def whole(model):
+    with lz.full_params(model):
+        return weights(model)
+
+
+def trained(strategy, make_optimizer, step, steps=STEPS, **options):
+    """Losses and weights of a loop whose body is ``step(fabric, model, optimizer, batch)``."""
+    fabric = started(strategy)
+    module = seeded(TinyGPT, **options)
+    model, optimizer = fabric.setup(module, make_optimizer(module))
+    data = Tokens(fabric.global_rank, steps)
+    losses = [step(fabric, model, optimizer, data[index], index) for index in range(steps)]
+    return losses, whole(model)
+
+
+# Plain loops.
+
+
+def by_fabric(fabric, model, optimizer, batch, index):
+    optimizer.zero_grad()
+    loss = model(batch)
+    fabric.backward(loss)
+    optimizer.step()
+    return loss.item()
+
+
+def by_hand(fabric, model, optimizer, batch, index):
+    loss = model(batch)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def by_closure(fabric, model, optimizer, batch, index):
+    def closure():
+        optimizer.zero_grad()
+        loss = model(batch)
+        fabric.backward(loss)
+        return loss
+
+    return optimizer.step(closure).item()
+
+
+def clipped_by_value(fabric, model, optimizer, batch, index):
+    optimizer.zero_grad()
+    fabric.backward(model(batch))
+    assert fabric.clip_gradients(model, optimizer, clip_val=1e-3) is None
+    optimizer.step()
+
+
+def clipped_by_norm(fabric, model, optimizer, batch, index):
+    optimizer.zero_grad()
+    fabric.backward(model(batch))
+    kind = float("inf") if index == 1 else 2.0
+    norm = fabric.clip_gradients(model, optimizer, max_norm=0.05, norm_type=kind)
+    assert norm.shape == ()
+    optimizer.step()
+    return norm.item()
+
+
+def accumulated(fabric, model, optimizer, batch, index):
+    with fabric.no_backward_sync(model, enabled=index % 2 == 0):
+        loss = model(batch) / 2
+        fabric.backward(loss)
+    if index % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+EXACT = {
+    "adamw": (adamw, by_fabric, {}),
+    "sgd": (sgd_momentum, by_hand, {}),
+    "closure": (two_groups, by_closure, {}),
+    "clip_value": (adamw, clipped_by_value, {}),
+    "tied_frozen": (adamw, by_fabric, {"tied": True, "frozen": True}),
+}
+
+
+def exact_loops(stage, folder):
+    """Names of the loops that do not equal DDP's bit for bit."""
+    found = []
+    for name, (make_optimizer, step, options) in EXACT.items():
+        losses, expected = trained(ddp(), make_optimizer, step, **options)
+        got_losses, got = trained(zero(stage), make_optimizer, step, **options)
+        if got_losses != losses or not equal(got, expected):
+            found.append(name)
+    return found
+
+
+def bounded_loops(stage, folder):
+    found = {}
+    for step in (clipped_by_norm, accumulated):
+        losses, expected = trained(ddp(), adamw, step)
+        got_losses, got = trained(zero(stage), adamw, step)
+        gap = (torch.tensor(losses) - torch.tensor(got_losses)).abs().max().item()
+        found[step.__name__] = max(gap, difference(expected, got))
+    return found
+
+
+# Several models, several optimizers.
+
+
+def adversaries(strategy):
+    """A generator and a discriminator, each with its own set-up."""
+    fabric = started(strategy)
+    g = seeded(nn.Sequential, *(seeded(nn.Linear, 5, 7), nn.Tanh(), seeded(nn.Linear, 7, 5)))
+    d = seeded(nn.Sequential, *(seeded(nn.Linear, 5, 9), nn.Tanh(), seeded(nn.Linear, 9, 1)))
+    g, g_optimizer = fabric.setup(g, adamw(g))
+    d, d_optimizer = fabric.setup(d, sgd_momentum(d))
+    noise = torch.Generator().manual_seed(fabric.global_rank)
+    for _ in range(STEPS):
+        x = torch.randn(6, 5, generator=noise)
+        g_optimizer.zero_grad()
+        fabric.backward(-d(g(x)).mean())
+        g_optimizer.step()
+        d_optimizer.zero_grad()
+        fabric.backward((d(g(x).detach()) - d(2 * x)).mean())
+        d_optimizer.step()
+    return {**whole(g), **{f"d.{name}": value for name, value in whole(d).items()}}
+
+
+def two_models(stage, folder):
+    return equal(adversaries(ddp()), adversaries(zero(stage)))
+
+
+def split(strategy, in_two_calls):
+    """One optimizer for the blocks, one for the rest; buffers follow rank 0."""
+    fabric = started(strategy)
+    module = seeded(TinyGPT)
+    module.add_module("extra", nn.BatchNorm1d(4))
+    blocks = list(module.blocks.parameters())
+    others = [p for p in module.parameters() if not any(p is each for each in blocks)]
+    make = [
+        lambda: torch.optim.AdamW(blocks, lr=1e-2),
+        lambda: torch.optim.SGD(others, lr=0.1, momentum=0.5),
+    ]
+    if in_two_calls:
+        model = fabric.setup_module(module)
+        first, second = fabric.setup_optimizers(*(each() for each in make))
+    else:
+        model, first, second = fabric.setup(module, *(each() for each in make))
+    data = Tokens(fabric.global_rank, STEPS)
+    for index in range(STEPS):
+        model(data[index])
+        noise = torch.full((3, 4), float(fabric.global_rank + index))
+        noise[0] = 0
+        loss = model.module(data[index]) + model.extra(noise).square().mean()
+        fabric.backward(loss)
+        for optimizer in (first, second) if index % 2 else (second, first):
+            optimizer.step()
+            optimizer.zero_grad()
+    return whole(model)
+
+
+def two_optimizers(stage, folder):
+    return [equal(split(ddp(), False), split(zero(stage), calls)) for calls in (False, True)]
+
+
+def evaluated(stage, folder):
+    """A model that is only set up to be evaluated, also by one rank more often."""
+    fabric = started(zero(stage))
+    module = seeded(TinyGPT)
+    data = Tokens(0, 3)
+    expected = [module(batch).item() for batch in data]
+    model = fabric.setup(module)
+    with torch.no_grad():
+        return [model(batch).item() for batch in data] == expected
+
+
+# Checkpoints.
+
+
+def saved(strategy, path, steps=2):
+    """A run of some steps, and what it has saved."""
+    fabric = started(strategy)
+    module = seeded(TinyGPT, tied=True)
+    model, optimizer = fabric.setup(module, adamw(module))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    data = Tokens(fabric.global_rank, steps)
+    for index in range(steps):
+        by_fabric(fabric, model, optimizer, data[index], index)
+        scheduler.step()
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": steps}
+    fabric.save(path, state)
+    return fabric, state
+
+
+def resumed(strategy, path):
+    """Weights after two more steps from a checkpoint, and what was not asked for."""
+    fabric = started(strategy)
+    module = seeded(TinyGPT, tied=True)
+    with torch.no_grad():
+        module.scale.fill_(7.0)
+    model, optimizer = fabric.setup(module, adamw(module))
+    state = {"model": model, "optimizer": optimizer}
+    rest = fabric.load(path, state)
+    optimizer.param_groups[0]["lr"] = 5e-3
+    data = Tokens(10 + fabric.global_rank, 2)
+    for index in range(2):
+        by_fabric(fabric, model, optimizer, data[index], index)
+    return whole(model), rest
+
+
+def same(a, b):
+    """Whether two checkpoints hold the same, tensors to the last bit."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def files(stage, folder):
+    """A file equals DDP's; every strategy goes on from every file."""
+    path, ddp_path, folder_path = (f"{folder}/{name}{stage}" for name in ("zero", "ddp", "folder"))
+    saved(ddp(), ddp_path)
+    saved(zero(stage), path)
+    saved(zero(stage, checkpoint="sharded"), folder_path)
+    theirs = torch.load(ddp_path)
+    ours = torch.load(path)
+    names = ours["optimizer"].pop("param_names")
+    expected, rest = resumed(ddp(), ddp_path)
+    found = {"file": same(theirs, ours), "names": names[0][0] == "position"}
+    found["folder"] = Path(folder_path, "complete.json").exists()
+    for name, strategy, source in (
+        ("ddp from zero", ddp(), path),
+        ("zero from ddp", zero(stage), ddp_path),
+        ("zero from zero", zero(stage), path),
+        ("other stage", zero((stage + 2) % 4), path),
+        ("zero from folder", zero(stage), folder_path),
+        ("other stage from folder", zero((stage + 1) % 4), folder_path),
+    ):
+        got, got_rest = resumed(strategy, source)
+        found[name] = equal(got, expected) and same(got_rest, rest)
+    return found
+
+
+def parts_of_files(stage, folder):
+    """Filters, strictness, plain state dicts, and ``load_state_dict`` of user's own."""
+    path = f"{folder}/parts{stage}"
+    fabric, state = saved(zero(stage), path)
+    model, optimizer = state["model"], state["optimizer"]
+    found = {}
+    fabric.save(path + "f", {"model": model}, {"model": lambda name, _: "norm" not in name})
+    names = torch.load(path + "f")["model"]
+    found["filter"] = "head.weight" in names and not any("norm" in name for name in names)
+
+    expected, before = whole(model), fabric.load(path)
+    with lz.full_params(model, writeback=True):
+        for p in model.parameters():
+            p.data.mul_(2)
+    found["not strict"] = sorted(fabric.load(path + "f", {"model": model, "x": 1}, strict=False))
+    now = whole(model)
+    found["loaded"] = all(
+        torch.equal(now[name], expected[name] * (2 if "norm" in name else 1)) for name in now
+    )
+    found["strict key"] = raised(KeyError, lambda: fabric.load(path + "f", {"x": 1}))
+    found["strict names"] = raised(RuntimeError, lambda: fabric.load(path + "f", {"model": model}))
+
+    raw, raw_states = before["model"], before["optimizer"]
+    if fabric.is_global_zero:
+        torch.save(raw, path + "raw")
+        torch.save({k: v for k, v in raw_states.items() if k != "param_names"}, path + "states")
+    fabric.barrier()
+    fabric.load_raw(path + "raw", model)
+    found["raw"] = equal(whole(model), expected)
+    optimizer.optimizer.state.clear()
+    fabric.load_raw(path + "states", optimizer)
+    found["raw states"] = same(states_of(optimizer), before["optimizer"]["state"])
+    with lz.full_params(model, writeback=True):
+        for p in model.parameters():
+            p.data.mul_(2)
+    model.load_state_dict(raw)
+    found["own load"] = equal(whole(model), expected)
+    optimizer.optimizer.state.clear()
+    optimizer.load_state_dict(raw_states)
+    found["own states"] = same(states_of(optimizer), before["optimizer"]["state"])
+    return found
+
+
+def states_of(optimizer):
+    """All states, whole, by number."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {
+        number: {key: lz.full_optimizer_state(p, key) for key in ("step", "exp_avg", "exp_avg_sq")}
+        for number, p in enumerate(parameters)
+    }
+
+
+def raised(kind, call):
+    """What a call that must fail says."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return ""
+
+
+CHECKS = [
+    exact_loops,
+    bounded_loops,
+    two_models,
+    two_optimizers,
+    evaluated,
+    files,
+    parts_of_files,
+]
+
+
+def all_checks(folder):
+    """Every check at every stage, on one pair of ranks."""
+    found = {}
+    for stage in STAGES:
+        for check in CHECKS:
+            try:
+                found[check.__name__, stage] = check(stage, folder)
+            except Exception:
+                found[check.__name__, stage] = traceback.format_exc()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return run_ranks(all_checks, 2, str(tmp_path_factory.mktemp("fabric")), timeout_s=110)
+
+
+@pytest.fixture(params=STAGES)
+def results(request, ranks):
+    """Results of a check at one stage, one per rank."""
+    return lambda check: [rank[check.__name__, request.param] for rank in ranks]
+
+
+def test_plain_loops_equal_ddp_bit_for_bit(results):
+    assert results(exact_loops) == [[], []]
+
+
+def test_clipping_by_norm_and_accumulation_equal_ddp(results):
+    for found in results(bounded_loops):
+        assert max(found.values()) <= NORM_BOUND, found
+
+
+def test_two_models_equal_ddp_bit_for_bit(results):
+    assert results(two_models) == [True, True]
+
+
+def test_two_optimizers_in_one_call_or_two_equal_ddp(results):
+    assert results(two_optimizers) == [[True, True], [True, True]]
+
+
+def test_model_is_set_up_for_evaluation(results):
+    assert results(evaluated) == [True, True]
+
+
+def test_files_equal_those_of_ddp_and_go_on_anywhere(results):
+    for found in results(files):
+        assert all(found.values()), found
+
+
+def test_parts_of_files_are_saved_and_loaded(results):
+    for found in results(parts_of_files):
+        assert found.pop("not strict") == []
+        assert "has no ['x']" in found.pop("strict key")
+        assert "blocks.0.norm.weight" in found.pop("strict names")
+        assert all(value is True for value in found.values()), found
