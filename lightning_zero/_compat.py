@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.autograd import Variable
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle as RemovableHandle
 
 
@@ -152,6 +153,11 @@ def after_gradient(
     register: Any = parameter.register_post_accumulate_grad_hook
     handle: RemovableHandle = register(hook)
     return handle
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """Replace every tensor in nested tuples, lists, dicts and registered classes."""
+    return tree_map_only(torch.Tensor, function, tree)
 
 
 def callbacks_of(trainer: Any) -> list[Any]:

@@ -132,14 +132,7 @@ class ZeroOptions:
                 f"prefetch_numel={options.prefetch_numel} has no effect with overlap_comm=False,"
                 " which fetches each bucket when it is needed: remove one of the two"
             )
-        for leaf in self.leaf_modules if not isinstance(self.leaf_modules, str) else ("",):
-            is_class = isinstance(leaf, type) and issubclass(leaf, nn.Module)
-            if not is_class and not (isinstance(leaf, str) and leaf):
-                raise ValueError(
-                    "leaf_modules must be a list of module classes and names, got"
-                    f" {self.leaf_modules!r}"
-                )
-        self.leaf_modules = tuple(self.leaf_modules)
+        self.leaf_modules = patterns_of("leaf_modules", self.leaf_modules)
 
     @property
     def prefetch_options(self) -> PrefetchOptions:
@@ -176,6 +169,25 @@ def _floating_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
             f"reduce_dtype must be a floating dtype or one of {sorted(_DTYPE_NAMES)}, got {value!r}"
         )
     return found
+
+
+def patterns_of(option: str, value: Sequence[LeafModule]) -> tuple[LeafModule, ...]:
+    """Patterns that choose modules, see :func:`lightning_zero.params.units.module_units`.
+
+    Args:
+        option: Name of the option.
+        value: As the user gave it.
+
+    Raises:
+        ValueError: It is no list of classes of modules and names.
+    """
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    if not is_list or not all(
+        leaf if isinstance(leaf, str) else isinstance(leaf, type) and issubclass(leaf, nn.Module)
+        for leaf in value
+    ):
+        raise ValueError(f"{option} must be a list of module classes and names, got {value!r}")
+    return tuple(value)
 
 
 def timedelta_of(value: timedelta | float | None) -> timedelta | None:

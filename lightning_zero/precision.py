@@ -7,19 +7,21 @@ ends), clipping uses the norm over all ranks, and all ranks agree on an overflow
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.plugins.precision import (
     DoublePrecision,
     HalfPrecision,
     MixedPrecision,
     Precision,
 )
-from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -29,8 +31,14 @@ from lightning_zero.optim.overflow import (
     NonfiniteSteps,
     OnNonfinite,
     check_scale,
+    some,
 )
+from lightning_zero.params.kept import CastsAround, KeptParts, inexact_buffers
+from lightning_zero.params.units import LeafModule
 from lightning_zero.scaling import unscale_together
+
+DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
+"""Dtype of parameters and inputs."""
 
 
 class ZeroPrecision(Precision):
@@ -42,16 +50,26 @@ class ZeroPrecision(Precision):
     on_nonfinite: OnNonfinite = "step"
     """What happens to a step whose gradients are not finite, where no loss scaler decides."""
 
-    def take_options(self, on_nonfinite: OnNonfinite) -> None:
+    keep_fp32: Sequence[LeafModule] = ()
+    """What stays in fp32 where everything else is cast to 16 bits."""
+
+    def take_options(self, on_nonfinite: OnNonfinite, keep_fp32: Sequence[LeafModule]) -> None:
         """Take those of the strategy.
 
         Args:
             on_nonfinite: See the attribute.
+            keep_fp32: See the attribute.
 
         Raises:
             ValueError: An option has no effect with this precision.
         """
-        self.on_nonfinite = on_nonfinite
+        if keep_fp32 and not isinstance(self, HalfPrecision):
+            raise ValueError(
+                f"keep_fp32={list(keep_fp32)} has no effect with precision={self.precision!r},"
+                " which casts no parameters or buffers to 16 bits: remove it, or use 'bf16-true' or"
+                " '16-true'"
+            )
+        self.on_nonfinite, self.keep_fp32 = on_nonfinite, keep_fp32
 
     @override
     def backward(  # type: ignore[override]  # as Lightning's Trainer calls it
@@ -137,6 +155,41 @@ class ZeroPrecision(Precision):
 class ZeroHalfPrecision(ZeroPrecision, HalfPrecision):
     """``16-true`` and ``bf16-true``; master weights are kept by the engine."""
 
+    _casts: CastsAround | None = None
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager[None]:
+        if self.keep_fp32:  # what is kept must not be made in 16 bits; the rest is cast afterwards
+            return nullcontext()
+        return super().tensor_init_context()
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        dtype = DTYPES[self.precision]
+        kept = KeptParts(module, self.keep_fp32)
+        changed = inexact_buffers(module, dtype, kept)
+        with kept.converting():
+            module = super().convert_module(module)
+        if changed:
+            rank_zero_warn(
+                f"precision={self.precision!r} has changed the values of {len(changed)} buffer(s),"
+                f" which {dtype} cannot hold: {some(changed)}. If they matter, as positions do,"
+                " keep them with ZeroStrategy(keep_fp32=[...]), by their modules or own names."
+            )
+        self._remove_casts()
+        self._casts = CastsAround(kept.entries, dtype)
+        return module
+
+    @override
+    def teardown(self) -> None:
+        self._remove_casts()
+        super().teardown()
+
+    def _remove_casts(self) -> None:
+        if self._casts is not None:
+            self._casts.remove()
+            self._casts = None
+
 
 class ZeroDoublePrecision(ZeroPrecision, DoublePrecision):
     """``64-true``."""
@@ -146,14 +199,14 @@ class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
     """``16-mixed`` and ``bf16-mixed``; with a loss scaler, all ranks skip the same steps."""
 
     @override
-    def take_options(self, on_nonfinite: OnNonfinite) -> None:
+    def take_options(self, on_nonfinite: OnNonfinite, keep_fp32: Sequence[LeafModule]) -> None:
         if self.scaler is not None and on_nonfinite != "step":
             raise ValueError(
                 f"nonfinite_gradients={on_nonfinite!r} has no effect with a loss scaler"
                 " (precision='16-mixed'), which skips the steps whose gradients are not finite:"
                 " remove it"
             )
-        super().take_options(on_nonfinite)
+        super().take_options(on_nonfinite, keep_fp32)
 
     @override
     def optimizer_step(  # type: ignore[override]  # as Lightning's Trainer calls it

@@ -36,6 +36,7 @@ from lightning_zero.config import (
     StartMethod,
     ZeroOptions,
     on_nonfinite_of,
+    patterns_of,
     start_method_of,
     timedelta_of,
 )
@@ -85,6 +86,8 @@ class ZeroStrategy(CheckpointingStrategy):
             them in step; ``"auto"`` is collective with NCCL, else one-sided.
         leaf_modules: Stage 3: modules whose parameters travel as a whole: classes, names of
             classes, names of modules, or endings of names.
+        keep_fp32: With ``bf16-true`` and ``16-true``: modules that stay in fp32 and compute in it,
+            as for ``leaf_modules``, and parameters and buffers by name, or ending of a name.
         nonfinite_gradients: What happens to a step whose gradients are not finite on any rank:
             ``"step"`` warns and steps, as DDP does, ``"skip"`` leaves the step out on all ranks,
             ``"error"`` raises on all of them. With fp16, the loss scaler skips.
@@ -127,6 +130,7 @@ class ZeroStrategy(CheckpointingStrategy):
         prefetch: PrefetchOptions | Mapping[str, Any] | None = None,
         gather_by: GatherBy = "auto",
         leaf_modules: Sequence[LeafModule] = (),
+        keep_fp32: Sequence[LeafModule] = (),
         nonfinite_gradients: OnNonfinite = "step",
         uneven_batches: UnevenBatches = "stop",
         wall_clock_breakdown: bool = False,
@@ -154,6 +158,7 @@ class ZeroStrategy(CheckpointingStrategy):
             leaf_modules=leaf_modules,
         )
         self._policy = self.options.policy
+        self._keep_fp32 = patterns_of("keep_fp32", keep_fp32)
         self._on_nonfinite = on_nonfinite_of(nonfinite_gradients)
         self._batches = EvenBatches(uneven_batches)
         self._observer = StepObserver(wall_clock_breakdown, timeline)
@@ -188,7 +193,7 @@ class ZeroStrategy(CheckpointingStrategy):
         self._precision_plugin = None
         if plugin is not None:
             self._precision_plugin = zero_precision(plugin)
-            self._precision_plugin.take_options(self._on_nonfinite)
+            self._precision_plugin.take_options(self._on_nonfinite, self._keep_fp32)
 
     @classmethod
     @override

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,9 +37,7 @@ class NonfiniteGradients:
     def __str__(self) -> str:
         plural = "s" if len(self.ranks) > 1 else ""
         ranks = f"on rank{plural} {', '.join(map(str, self.ranks))}"
-        more = len(self.names) - MAX_NAMED
-        named = ", ".join(self.names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
-        return f"{ranks if self.ranks else 'in a sum of finite gradients'}, in {named}"
+        return f"{ranks if self.ranks else 'in a sum of finite gradients'}, in {some(self.names)}"
 
 
 class NonfiniteSteps:
@@ -129,6 +127,12 @@ class NonfiniteSteps:
 
     def _row_of(self, optimizer: Optimizer) -> str:
         return f" That makes {self.in_a_row(optimizer)} steps in a row ({self.count} in all)."
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few of many names."""
+    more = len(names) - MAX_NAMED
+    return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def check_scale(scale: float, step: int, where: NonfiniteGradients) -> None:

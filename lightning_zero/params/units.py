@@ -75,7 +75,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     Raises:
         ValueError: The module has no forward.
     """
-    if not _has_forward(module):
+    if not has_forward(module):
         raise ValueError(
             f"{type(module).__name__} has no forward of its own, so there is no time at which an"
             " external parameter would come: register it for the module whose forward reads it"
@@ -126,7 +126,7 @@ def _leaves(root: nn.Module, wanted: Sequence[LeafModule]) -> set[nn.Module]:
     """The modules that are named as leaves."""
     found: set[nn.Module] = set()
     for leaf in wanted:
-        matches = {module for name, module in root.named_modules() if _is_leaf(name, module, leaf)}
+        matches = {module for name, module in root.named_modules() if is_named(name, module, leaf)}
         if not matches - {root}:
             raise ValueError(
                 f"leaf_modules names {leaf!r}, but no module of the model below its root is called"
@@ -136,7 +136,14 @@ def _leaves(root: nn.Module, wanted: Sequence[LeafModule]) -> set[nn.Module]:
     return found
 
 
-def _is_leaf(name: str, module: nn.Module, leaf: LeafModule) -> bool:
+def is_named(name: str, module: nn.Module, leaf: LeafModule) -> bool:
+    """Whether a module is of a class, or is called by its class, its full name, or an ending of it.
+
+    Args:
+        name: Full name of the module.
+        module: The module.
+        leaf: See :func:`module_units`.
+    """
     if not isinstance(leaf, str):
         return isinstance(module, leaf)
     kind = type(module)
@@ -148,7 +155,7 @@ def _subtrees(
     name: str, module: nn.Module, root: nn.Module, bucket_numel: int, leaves: set[nn.Module]
 ) -> Iterator[tuple[str, nn.Module, bool]]:
     """Name, module, and whether its children are in it."""
-    is_whole = module in leaves or (_has_forward(module) and _numel(module) <= bucket_numel)
+    is_whole = module in leaves or (has_forward(module) and _numel(module) <= bucket_numel)
     if module is not root and is_whole:
         yield name, module, True
         return
@@ -158,7 +165,8 @@ def _subtrees(
         yield from _subtrees(child_fqn, child, root, bucket_numel, leaves)
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called; a ``ModuleList`` cannot."""
     return type(module).forward is not nn.Module.forward
 
 

@@ -27,6 +27,7 @@ KEYWORDS = {  # in order, with their defaults
     "prefetch": None,
     "gather_by": "auto",
     "leaf_modules": (),
+    "keep_fp32": (),
     "nonfinite_gradients": "step",
     "uneven_batches": "stop",
     "wall_clock_breakdown": False,
