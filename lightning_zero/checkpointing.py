@@ -22,12 +22,15 @@ from lightning_zero.checkpoint import sharded
 from lightning_zero.checkpoint.files import ZeroCheckpointIO, failing_together
 from lightning_zero.checkpoint.names import frozen_names, plain_name, with_names_of
 from lightning_zero.checkpoint.restored import RestoreWarning, told_of_count
-from lightning_zero.checkpoint.stored import read_when_loaded
-from lightning_zero.checks import check_form
+from lightning_zero.checkpoint.stored import loaded, read_when_loaded
+from lightning_zero.checks import check_form, reads_whole_weights
 from lightning_zero.comm import ShardGroups
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.formats import CheckpointForm, ConsolidatedForm, ShardedForm
 from lightning_zero.params.sliced import opened
+
+WEIGHTS = ("state_dict", "current_model_state")
+"""Where Lightning's callbacks have weights in a checkpoint."""
 
 
 class CheckpointingStrategy(DDPStrategy):
@@ -151,7 +154,13 @@ class CheckpointingStrategy(DDPStrategy):
         if not path.is_dir():
             with self._failing_together(f"read the checkpoint {path}"):
                 return super().load_checkpoint(checkpoint_path, weights_only)
-        return sharded.read(path, weights_only, self._shard_groups().control)
+        checkpoint = sharded.read(path, weights_only, self._shard_groups().control)
+        module = self.lightning_module
+        trainer = None if module is None else _compat.trainer_of(module)
+        if trainer is not None and reads_whole_weights(trainer):
+            whole = {key: checkpoint[key] for key in WEIGHTS if key in checkpoint}
+            checkpoint |= loaded(whole)
+        return checkpoint
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

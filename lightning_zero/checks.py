@@ -28,19 +28,36 @@ def check_form(form: str, checkpoint_io: CheckpointIO | None) -> None:
         )
 
 
-def check_callbacks(trainer: Any) -> None:
-    """At stage 3: callbacks that would average placeholders instead of weights.
+def check_callbacks(trainer: Any, shards_parameters: bool, excludes_frozen: bool) -> None:
+    """Callbacks that would average placeholders, or write checkpoints that nobody can go on from.
+
+    Args:
+        trainer: Is about to fit.
+        shards_parameters: Weights are not in memory between steps.
+        excludes_frozen: Checkpoints are to have no frozen parameters.
 
     Raises:
         ValueError: There is one.
     """
     for callback in _compat.callbacks_of(trainer):
-        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+        is_averaging = isinstance(callback, WeightAveraging)
+        if shards_parameters and (is_averaging or isinstance(callback, StochasticWeightAveraging)):
             raise ValueError(
                 f"{type(callback).__name__} averages full weights on every rank, which are not"
                 " in memory at stage 3. Use lightning_zero.ZeroEMA, which averages each rank's"
                 " shards, or stage 1 or 2."
             )
+        if excludes_frozen and is_averaging:
+            raise ValueError(
+                f"exclude_frozen_parameters=True has no effect on what {type(callback).__name__}"
+                " writes, and it could not go on from such a checkpoint. Use lightning_zero.ZeroEMA"
+                " instead, or remove the option."
+            )
+
+
+def reads_whole_weights(trainer: Any) -> bool:
+    """Whether a callback hands weights of a checkpoint to torch itself."""
+    return any(isinstance(each, WeightAveraging) for each in _compat.callbacks_of(trainer))
 
 
 def check_backend(backend: str | None, device_type: str) -> None:

@@ -210,6 +210,11 @@ class ZeroStrategy(CheckpointingStrategy):
     @override
     def setup_environment(self) -> None:
         check_started_ranks(self.cluster_environment, self.num_nodes, self.num_processes)
+        module = self.lightning_module
+        trainer = None if module is None else _compat.trainer_of(module)
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            # Before callbacks are set up, which may copy the whole model.
+            check_callbacks(trainer, self._policy.shards_parameters, self._excludes_frozen)
         super().setup_environment()
 
     @contextmanager
@@ -222,8 +227,6 @@ class ZeroStrategy(CheckpointingStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._check_owner(trainer)
-        if self._policy.shards_parameters:
-            check_callbacks(trainer)
         check_form(self._checkpoint, self.checkpoint_io)
         accelerator, module = self.accelerator, self.lightning_module
         if accelerator is None or module is None:

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import (
     Callback,
     ModelCheckpoint,
+    StochasticWeightAveraging,
     WeightAveraging,
 )
 from lightning.pytorch.strategies import DDPStrategy
@@ -116,6 +117,10 @@ def stock(average: Any = None) -> WeightAveraging:
     return WeightAveraging(avg_fn=average or get_ema_avg_fn(DECAY))
 
 
+def swa() -> StochasticWeightAveraging:
+    return StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=2)
+
+
 def ddp() -> DDPStrategy:
     return DDPStrategy(process_group_backend="gloo")
 
@@ -197,6 +202,22 @@ def averages(folder: str) -> dict[str, Any]:
     found["two optimizers"] = {
         stage: same(fit(zero(stage), [ema()], module=TwoOptimizers()), expected) for stage in (2, 3)
     }
+    for name, make in (("weight averaging", stock), ("swa", swa)):
+        options = {"max_epochs": 4 if make is swa else EPOCHS}
+        last = f"epoch={options['max_epochs'] - 2}.ckpt"
+        expected = fit(ddp(), [make()], f"{folder}/{name}", **options)
+        found[name] = {}
+        for stage, form in ((1, "consolidated"), (2, "sharded")):
+            here = f"{folder}/{name}{stage}"
+            got = fit(zero(stage, form), [make()], here, **options)
+            found[name][stage] = same(got, expected)
+            for source in (f"{folder}/{name}", here):
+                options["ckpt_path"] = f"{source}/{last}"
+                got = fit(zero(stage, form), [make()], **options)
+                after = fit(ddp(), [make()], **options | {"ckpt_path": f"{folder}/{name}/{last}"})
+                found[name][stage, source] = same(got, after)
+            del options["ckpt_path"]
+
     late = fit(zero(3), [ZeroEMA(DECAY)], f"{folder}/late", BuiltLate())
     found["built late"] = same(late, fit(zero(2), [ZeroEMA(DECAY)]))
     got = fit(zero(3), [ZeroEMA(DECAY)], None, BuiltLate(), ckpt_path=f"{folder}/late/epoch=0.ckpt")
@@ -230,6 +251,30 @@ def test_any_stage_and_ddp_go_on_from_what_any_other_has_saved():
         resumed = {key: told for key, told in found.items() if key[0] == "resumed"}
         assert len(resumed) == 15
         assert not {key: told for key, told in resumed.items() if told}
+
+
+@pytest.mark.parametrize("name", ["weight averaging", "swa"])
+def test_callbacks_of_lightning_are_right_at_stages_1_and_2(name):
+    """Also where they go on from a sharded checkpoint, and a batch norm is trained anew."""
+    for found in outcomes()[0]:
+        assert len(found[name]) == 6
+        assert not any(found[name].values()), found[name]
+
+
+@pytest.mark.parametrize(
+    ("options", "callback", "message"),
+    [
+        ({"stage": 3}, stock, "WeightAveraging averages full weights .* lightning_zero.ZeroEMA"),
+        ({"stage": 3}, swa, "StochasticWeightAveraging averages full weights"),
+        ({"stage": 1, "exclude_frozen_parameters": True}, stock, "has no effect on what Weight"),
+    ],
+)
+def test_callbacks_of_lightning_that_cannot_be_right_are_refused(options, callback, message):
+    module = Falling()
+    run = trainer(ZeroStrategy(**options), 1, callbacks=[callback()])
+    with pytest.raises(ValueError, match=message):
+        run.fit(module)
+    run.validate(module, module.train_dataloader())
 
 
 @pytest.mark.parametrize("what", ["mean", "two optimizers"])
@@ -268,16 +313,18 @@ def test_one_process_goes_on_from_what_two_have_saved():
         assert not same(got, expected)
 
 
-def low_precision() -> dict[str, Any]:
+def low_precision(folder: str) -> dict[str, Any]:
     found = {}
     for stage in (1, 3):
-        runs = []
-        by_hand = OnMasters()
-        for callbacks in ([ZeroEMA(DECAY), by_hand], []):
-            module = Averaged()
-            runs.append(fit(zero(stage), callbacks, None, module, precision="bf16-true"))
-        with_average, without = runs
+        by_hand, options = OnMasters(), {"exclude_frozen_parameters": True}
+        here, low = f"{folder}/{stage}", {"precision": "bf16-true"}
+        callbacks = [ZeroEMA(DECAY), by_hand]
+        with_average = fit(zero(stage, **options), callbacks, here, **low)
+        without = fit(zero(stage), [], **low)
+        low["ckpt_path"] = f"{here}/epoch=0.ckpt"
+        resumed = fit(zero(stage, **options), [ZeroEMA(DECAY)], **low)
         found[stage] = {
+            "resumed": same(resumed, with_average, 1, 1),
             "trains alike": with_average["losses"] == without["losses"],
             "validates another": with_average["judged"] != without["judged"],
             "average": [
@@ -289,11 +336,12 @@ def low_precision() -> dict[str, Any]:
     return found
 
 
-def test_masters_are_averaged_in_fp32():
-    for found in run_ranks(low_precision, 2):
+def test_masters_are_averaged_and_saved_in_fp32(tmp_path):
+    """Saved without frozen parameters, too."""
+    for found in run_ranks(low_precision, 2, str(tmp_path)):
         for stage, got in found.items():
             expected = {"trains alike": True, "validates another": True, "average": []}
-            assert got == expected, stage
+            assert got == {"resumed": "", **expected}, stage
 
 
 class Falling(pl.LightningModule):
@@ -305,6 +353,9 @@ class Falling(pl.LightningModule):
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         return self.w * batch.mean()
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        pass
 
     def train_dataloader(self) -> Any:
         return DataLoader(torch.ones(2, 1), batch_size=None)
