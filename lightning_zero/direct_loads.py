@@ -67,7 +67,7 @@ class _FullStates:
 
     def keep(self, optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
         """Called before a state is loaded; that of pieces is left alone."""
-        if not any(self._engine.holds(parameter) for parameter in parameters_of(optimizer)):
+        if not any(parameter in self._engine.names for parameter in parameters_of(optimizer)):
             return None
         self._given = given
         return {**given, "state": {}}

@@ -319,10 +319,6 @@ class ZeroEngine:
         parameters = None if wanted is None else parameters_in(wanted)
         return self.held.scope(parameters, self.held.chosen(writeback, from_rank))
 
-    def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter is one of the model."""
-        return parameter in self.names
-
     def module_state_dict(self, module: nn.Module | None = None) -> dict[str, Any]:
         """State dict of the model, or of a part of it, on rank 0; empty on other ranks.
 
@@ -502,4 +498,4 @@ _open_engines: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()
 
 def engine_of(parameter: nn.Parameter) -> ZeroEngine | None:
     """The open engine that has a parameter; None if there is none."""
-    return next((engine for engine in list(_open_engines) if engine.holds(parameter)), None)
+    return next((engine for engine in list(_open_engines) if parameter in engine.names), None)

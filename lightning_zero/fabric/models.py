@@ -101,4 +101,4 @@ class SetUpModels:
     def holding_parameters_of(self, optimizer: Optimizer) -> list[ZeroModule]:
         """Models that have some of an optimizer's parameters."""
         wanted = list(parameters_of(optimizer))
-        return [model for model in self if any(model.engine.holds(p) for p in wanted)]
+        return [model for model in self if any(p in model.engine.names for p in wanted)]
