@@ -43,7 +43,8 @@ KEYWORDS = {  # in order, with their defaults
     "checkpoint_io": None,
     "precision_plugin": None,
 }
-ONLY_TRAINER = {  # what a Fabric's user does in the loop
+ONLY_TRAINER = {  # of the Trainer's loop or its plugins
+    "keep_fp32",
     "uneven_batches",
     "wall_clock_breakdown",
     "timeline",
