@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.plugins.precision import (
     DoublePrecision,
     HalfPrecision,
@@ -31,14 +30,16 @@ from lightning_zero.optim.overflow import (
     NonfiniteSteps,
     OnNonfinite,
     check_scale,
-    some,
 )
-from lightning_zero.params.kept import CastsAround, KeptParts, inexact_buffers
+from lightning_zero.params.kept import (
+    LOW_DTYPES,
+    CastsAround,
+    KeptParts,
+    cast_rest,
+    check_has_effect,
+)
 from lightning_zero.params.units import LeafModule
 from lightning_zero.scaling import unscale_together
-
-DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
-"""Dtype of parameters and inputs."""
 
 
 class ZeroPrecision(Precision):
@@ -63,12 +64,7 @@ class ZeroPrecision(Precision):
         Raises:
             ValueError: An option has no effect with this precision.
         """
-        if keep_fp32 and not isinstance(self, HalfPrecision):
-            raise ValueError(
-                f"keep_fp32={list(keep_fp32)} has no effect with precision={self.precision!r},"
-                " which casts no parameters or buffers to 16 bits: remove it, or use 'bf16-true' or"
-                " '16-true'"
-            )
+        check_has_effect(keep_fp32, self.precision)
         self.on_nonfinite, self.keep_fp32 = on_nonfinite, keep_fp32
 
     @override
@@ -165,19 +161,14 @@ class ZeroHalfPrecision(ZeroPrecision, HalfPrecision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        dtype = DTYPES[self.precision]
         kept = KeptParts(module, self.keep_fp32)
-        changed = inexact_buffers(module, dtype, kept)
-        with kept.converting():
-            module = super().convert_module(module)
-        if changed:
-            rank_zero_warn(
-                f"precision={self.precision!r} has changed the values of {len(changed)} buffer(s),"
-                f" which {dtype} cannot hold: {some(changed)}. If they matter, as positions do,"
-                " keep them with ZeroStrategy(keep_fp32=[...]), by their modules or own names."
-            )
+        kept.check_all_used()
         self._remove_casts()
-        self._casts = CastsAround(kept.entries, dtype)
+        module, self._casts, warning = cast_rest(
+            module, kept, LOW_DTYPES[self.precision], super().convert_module
+        )
+        if warning:
+            rank_zero_warn(warning)
         return module
 
     @override

@@ -16,6 +16,7 @@ from lightning.fabric.plugins.precision import (
     BitsandbytesPrecision,
     DeepSpeedPrecision,
     FSDPPrecision,
+    HalfPrecision,
     MixedPrecision,
     Precision,
     TransformerEnginePrecision,
@@ -35,14 +36,17 @@ from lightning_zero.config import (
     StartMethod,
     ZeroOptions,
     on_nonfinite_of,
+    patterns_of,
     start_method_of,
     timedelta_of,
 )
 from lightning_zero.engine import ZeroEngine, engine_of
 from lightning_zero.fabric.checkpointing import CheckpointingStrategy
 from lightning_zero.fabric.models import ZeroModule
+from lightning_zero.fabric.precision import ZeroHalfPrecision
 from lightning_zero.held import parameters_in
 from lightning_zero.optim.overflow import NonfiniteSteps, OnNonfinite, check_scale
+from lightning_zero.params.kept import check_has_effect
 from lightning_zero.params.units import LeafModule
 from lightning_zero.plan.layout import ShardBy
 from lightning_zero.plan.prefetch import PrefetchOptions
@@ -75,6 +79,8 @@ class ZeroStrategy(CheckpointingStrategy):
         prefetch: Stage 3: how much of the parameters may be in memory and how early they come.
         gather_by: Stage 3: ``"one_sided"``, ``"collective"`` or ``"auto"``.
         leaf_modules: Stage 3: modules whose parameters travel as a whole.
+        keep_fp32: With ``bf16-true`` and ``16-true``: modules that stay in fp32 and compute in it,
+            as for ``leaf_modules``, and parameters and buffers by name, or ending of a name.
         nonfinite_gradients: What happens to a step whose gradients are not finite on any rank:
             ``"step"`` warns and steps, as DDP does, ``"skip"`` leaves the step out on all ranks,
             ``"error"`` raises on all of them. With fp16, the loss scaler skips.
@@ -108,6 +114,7 @@ class ZeroStrategy(CheckpointingStrategy):
         prefetch: PrefetchOptions | Mapping[str, Any] | None = None,
         gather_by: GatherBy = "auto",
         leaf_modules: Sequence[LeafModule] = (),
+        keep_fp32: Sequence[LeafModule] = (),
         nonfinite_gradients: OnNonfinite = "step",
         checkpoint: Literal["consolidated", "sharded"] = "consolidated",
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
@@ -130,6 +137,7 @@ class ZeroStrategy(CheckpointingStrategy):
             gather_by=gather_by,
             leaf_modules=leaf_modules,
         )
+        self._keep_fp32 = patterns_of("keep_fp32", keep_fp32)
         self._on_nonfinite = on_nonfinite_of(nonfinite_gradients)
         self._steps = 0
         self._is_attached = False
@@ -190,6 +198,10 @@ class ZeroStrategy(CheckpointingStrategy):
                 " (precision='16-mixed'), which skips the steps whose gradients are not finite:"
                 " remove it"
             )
+        if plugin is not None and self._keep_fp32 and not isinstance(plugin, ZeroHalfPrecision):
+            check_has_effect(self._keep_fp32, plugin.precision)
+            if isinstance(plugin, HalfPrecision):
+                plugin = ZeroHalfPrecision(plugin.precision, self._keep_fp32)
         self._precision = plugin
 
     @classmethod
@@ -283,6 +295,8 @@ class ZeroStrategy(CheckpointingStrategy):
         """
         model = self._model(module)
         model.close()
+        if isinstance(self.precision, ZeroHalfPrecision):
+            self.precision.release(model.module)
         for optimizer in model.engine.optimizers:
             optimizer.state.clear()  # pieces, which are nothing to an optimizer of whole parameters
 

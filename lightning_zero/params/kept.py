@@ -23,8 +23,27 @@ from lightning_zero.params import parameter_dict
 from lightning_zero.params.units import LeafModule, has_forward, is_named
 
 KEPT_DTYPE = torch.float32
+LOW_DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
+"""Dtype of all that is not kept, by Lightning's name of the precision."""
 MAX_NAMED = 5
 """Names that a message lists."""
+
+
+def check_has_effect(patterns: Sequence[LeafModule], precision: str) -> None:
+    """Whether there can be anything to keep.
+
+    Args:
+        patterns: See :class:`KeptParts`.
+        precision: Lightning's name of it.
+
+    Raises:
+        ValueError: Nothing would be cast to 16 bits anyway.
+    """
+    if patterns and precision not in LOW_DTYPES:
+        raise ValueError(
+            f"keep_fp32={list(patterns)} has no effect with precision={precision!r}, which casts no"
+            " parameters or buffers to 16 bits: remove it, or use 'bf16-true' or '16-true'"
+        )
 
 
 class KeptParts:
@@ -37,12 +56,18 @@ class KeptParts:
             or endings of them.
 
     Raises:
-        ValueError: A pattern chooses nothing, or the whole model; or a parameter is chosen under
-            one of its names only.
+        ValueError: A pattern chooses the whole model, or a tensor under one of its names only.
     """
 
     def __init__(self, root: nn.Module, patterns: Sequence[LeafModule]) -> None:
-        chosen = {m for pattern in patterns for m in _modules(root, pattern)}
+        chosen: set[nn.Module] = set()
+        self.idle: list[LeafModule] = []
+        """Patterns that choose nothing."""
+        for pattern in patterns:
+            found = _modules(root, pattern)
+            chosen |= found
+            if not found and not any(_is_tensor(name, pattern) for name, _, _ in _tensors(root)):
+                self.idle.append(pattern)
         inside = {inner for module in chosen for inner in module.modules()}
         self._kept: dict[int, Tensor] = {}
         others: dict[int, str] = {}
@@ -61,6 +86,18 @@ class KeptParts:
         self.entries = [m for top in _outermost(root, chosen) for m in _callable_within(top)]
         """Modules through which the others call kept ones."""
 
+    def check_all_used(self) -> None:
+        """Whether every pattern chooses something.
+
+        Raises:
+            ValueError: One does not.
+        """
+        if self.idle:
+            raise ValueError(
+                f"keep_fp32 names {self.idle[0]!r}, but no module, floating-point parameter or"
+                " buffer of the model is called so or ends so, and no module is of that class"
+            )
+
     def is_kept(self, tensor: Tensor) -> bool:
         """Whether this very tensor stays in fp32."""
         return id(tensor) in self._kept
@@ -69,6 +106,33 @@ class KeptParts:
         """While inside, ``module.to(dtype)`` leaves kept tensors in fp32, or brings them to it."""
         grads = [tensor.grad for tensor in self._kept.values() if tensor.is_leaf]
         return _LeftAlone({*self._kept, *(id(grad) for grad in grads if grad is not None)})
+
+
+def cast_rest(
+    root: nn.Module, kept: KeptParts, dtype: torch.dtype, cast: Callable[[nn.Module], nn.Module]
+) -> tuple[nn.Module, CastsAround, str]:
+    """Cast a model but for what is kept, and let the two work together.
+
+    Args:
+        root: The model.
+        kept: What is kept of it.
+        dtype: Dtype of the rest.
+        cast: Casts a model, by ``module.to(dtype)``.
+
+    Returns:
+        The model, the casts around its kept modules, and a warning if buffers have other values
+        now, else an empty text.
+    """
+    changed = _inexact_buffers(root, dtype, kept)
+    with kept.converting():
+        root = cast(root)
+    names = ", ".join(changed[:MAX_NAMED]) + (", ..." if len(changed) > MAX_NAMED else "")
+    warning = (
+        f"the cast to {dtype} has changed the values of {len(changed)} buffer(s), which it cannot"
+        f" hold: {names}. If they matter, as positions do, keep them with"
+        " ZeroStrategy(keep_fp32=[...]), by their modules or their own names."
+    )
+    return root, CastsAround(kept.entries, dtype), warning if changed else ""
 
 
 class CastsAround:
@@ -95,14 +159,14 @@ class CastsAround:
         self._handles = []
 
 
-def inexact_buffers(root: nn.Module, dtype: torch.dtype, kept: KeptParts | None) -> list[str]:
+def _inexact_buffers(root: nn.Module, dtype: torch.dtype, kept: KeptParts) -> list[str]:
     """Names of buffers whose values change when they are cast to a dtype."""
     return [
         name
         for name, owner, tensor in _tensors(root)
         if not isinstance(tensor, nn.Parameter)
         and not tensor.is_meta
-        and not (kept is not None and kept.is_kept(tensor))
+        and not kept.is_kept(tensor)
         and _changes(tensor, dtype)
     ]
 
@@ -157,11 +221,6 @@ def _modules(root: nn.Module, pattern: LeafModule) -> set[nn.Module]:
     if root in found:
         raise ValueError(
             f"keep_fp32 names {pattern!r}, which is the whole model: use precision='32-true'"
-        )
-    if not found and not any(_is_tensor(name, pattern) for name, _, _ in _tensors(root)):
-        raise ValueError(
-            f"keep_fp32 names {pattern!r}, but no module, floating-point parameter or buffer of the"
-            " model is called so or ends so, and no module is of that class"
         )
     return found
 

@@ -49,6 +49,7 @@ SAYS_LIGHTNING = {
     "checkpointing.py",
     "fabric/strategy.py",
     "fabric/checkpointing.py",
+    "fabric/precision.py",
     "checks.py",
     "precision.py",
     "callbacks.py",

@@ -8,12 +8,15 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_zero import ZeroStrategy
+from lightning_zero import ZeroStrategy, full_params
+from lightning_zero.fabric import ZeroStrategy as FabricZeroStrategy
 from lightning_zero.params.sliced import owner_of
 from tests.helpers.models import Tokens, equal, trainer, weights
 from tests.helpers.spawn import run_ranks
@@ -104,6 +107,26 @@ def zero(stage, **options):
     )
 
 
+def fabric_run(strategy, precision, by_hand=False):
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, precision=precision)
+    fabric.launch()
+    with torch.random.fork_rng(devices=[]), fabric.init_module():
+        torch.manual_seed(3)
+        net = Net(by_hand)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for batch in Tokens(fabric.global_rank, STEPS):
+        loss = F.cross_entropy(model(batch).float().flatten(0, 1), batch.flatten())
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    with full_params(net):
+        trained = weights(net)
+    if not by_hand:
+        fabric.strategy.release(model)
+    hooks = sum(len(m._forward_pre_hooks) for m in net.modules())
+    return trained, loss.item(), hooks
+
+
 def runs(folder):
     warnings.simplefilter("error", UserWarning)  # no buffer is cast
     by_hand = Parts(by_hand=True)
@@ -127,6 +150,12 @@ def runs(folder):
         zero(stage).test(read, ckpt_path=path, verbose=False)
         fit.test(module, verbose=False)
         found[stage, "read"] = weights(read), read.losses == module.losses[STEPS:]
+    found["fabric ddp"] = fabric_run(FabricDDPStrategy(), "32-true", by_hand=True)
+    for stage in STAGES:
+        strategy = FabricZeroStrategy(
+            stage, keep_fp32=[nn.LayerNorm, "router", "Rotations"], master_weights=False
+        )
+        found[stage, "fabric"] = fabric_run(strategy, "bf16-true")
     return found
 
 
@@ -174,3 +203,15 @@ def test_a_checkpoint_has_the_parts_in_fp32(ranks, stage):
         read, tests_alike = found[stage, "read"]
         assert tests_alike
         assert equal(read, found[stage, "master"][0])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_fabric_keeps_the_same_parts(ranks, stage):
+    for found in ranks:
+        trained, loss, hooks = found[stage, "fabric"]
+        assert equal(trained, found["fabric ddp"][0])
+        assert loss == found["fabric ddp"][1]
+        assert {n: v.dtype for n, v in trained.items()} == {
+            n: v.dtype for n, v in found["ddp"][0].items()
+        }
+        assert hooks == 0

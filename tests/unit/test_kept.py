@@ -6,9 +6,12 @@ import warnings
 
 import pytest
 import torch
+from lightning.fabric.plugins.precision import HalfPrecision as FabricHalfPrecision
+from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from lightning.pytorch.plugins.precision import HalfPrecision, Precision
 from torch import nn
 
+import lightning_zero
 from lightning_zero import ZeroStrategy
 from lightning_zero.params.kept import CastsAround, KeptParts
 from lightning_zero.precision import zero_precision
@@ -179,3 +182,18 @@ def test_no_effect_is_an_error():
         strategy.precision_plugin = Precision()
     with pytest.raises(ValueError, match="keep_fp32 must be a list of module classes and names"):
         ZeroStrategy(2, keep_fp32="norm")
+
+
+def test_fabric_takes_it_too_and_warns_of_a_model_without_such_a_part():
+    strategy = lightning_zero.fabric.ZeroStrategy(2, keep_fp32=["router", nn.Conv2d])
+    with pytest.raises(ValueError, match="has no effect with precision='32-true'"):
+        strategy.precision = FabricPrecision()
+    strategy.precision = FabricHalfPrecision("bf16-true")
+    with pytest.warns(UserWarning, match=r"Conv2d.*chooses nothing in this Net"):
+        model = strategy.precision.convert_module(Net())
+    assert model.router[0].weight.dtype == torch.float32
+    assert model.head.weight.dtype == LOW
+    with strategy.precision.module_init_context():
+        assert nn.Linear(1, 1).weight.dtype == torch.float32
+    with strategy.precision.forward_context():
+        assert torch.ones(1).dtype == LOW
