@@ -44,7 +44,6 @@ KEYWORDS = {  # in order, with their defaults
     "precision_plugin": None,
 }
 ONLY_TRAINER = {  # of the Trainer's loop or its plugins
-    "keep_fp32",
     "uneven_batches",
     "wall_clock_breakdown",
     "timeline",
