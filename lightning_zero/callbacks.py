@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.optim import Optimizer
 
+from lightning_zero.engine import ZeroEngine
 from lightning_zero.observe.recorder import SILENT, Recorder, Recorders
 from lightning_zero.observe.timeline import MERGED_NAME, Timeline, merge, rank_file
 from lightning_zero.observe.timers import StepTimers, StepTimes, shown_kinds, step_line, summary
+from lightning_zero.self_check import Report, SelfCheck
 
 
 class TraceLog:
@@ -35,6 +38,62 @@ class TraceLog:
             for logger in trainer.loggers:
                 logger.log_metrics(counts, step=trainer.global_step)
         self._logged = found
+
+
+class SelfChecks:
+    """A self-check for each fit; the strategy tells it where the Trainer is.
+
+    Args:
+        steps: Optimizer steps to compare; None or 0 for none.
+
+    Raises:
+        ValueError: This is no number of steps.
+    """
+
+    def __init__(self, steps: int | None = None) -> None:
+        is_number = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0
+        if steps is not None and not is_number:
+            raise ValueError(
+                f"self_check must be a number of optimizer steps, 0 or None for none, got {steps!r}"
+            )
+        self._steps = steps or 0
+        self._trainer: Any = None
+        self._engine: ZeroEngine | None = None
+        self._optimizers: list[Optimizer] = []
+        self._check: SelfCheck | None = None
+        self.report: Report | None = None
+        """The result of the latest fit."""
+
+    def open(self, trainer: Any, engine: ZeroEngine, optimizers: list[Optimizer]) -> None:
+        """A fit begins: what is compared are its first steps."""
+        if self._steps:
+            self._trainer, self._engine, self._optimizers = trainer, engine, optimizers
+            self.report = None
+
+    def on_batch_start(self) -> None:
+        """A training batch begins; the first one has all that was loaded or written before."""
+        if self._engine is not None:
+            engine, self._engine = self._engine, None
+            self._check = SelfCheck(engine, self._optimizers, self._steps, self._tell)
+
+    def on_train_end(self) -> None:
+        """The last step has ended; for all ranks to call."""
+        if self._check is not None:
+            self._check.finish()
+
+    def close(self) -> None:
+        """Free everything, without a word to other ranks."""
+        if self._check is not None:
+            self._check.close()
+        self._check = self._engine = self._trainer = None
+        self._optimizers = []
+
+    def _tell(self, report: Report) -> None:
+        self.report = report
+        rank_zero_info(str(report))
+        if self._trainer.is_global_zero:
+            for logger in self._trainer.loggers:
+                logger.log_metrics(report.metrics(), step=self._trainer.global_step)
 
 
 class StepObserver:

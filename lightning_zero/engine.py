@@ -459,7 +459,7 @@ class ZeroEngine:
     @property
     def device(self) -> torch.device:
         """Where the module is."""
-        parameter = next(self.module.parameters(), None)
+        parameter = next(iter(self.names), None)  # listing the module's would bring them in
         return parameter.device if parameter is not None else torch.device("cpu")
 
     def _check_trained_set(self, optimizer: Optimizer) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zero import _compat
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.optim.overflow import (
     NonfiniteGradients,
@@ -133,11 +134,13 @@ class ZeroPrecision(Precision):
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        self._ready_engine().clip_grad_norm_(optimizer, float(clip_val))
+        plain = _compat.plain_optimizer(optimizer)
+        self._ready_engine().clip_grad_norm_(plain, float(clip_val))
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        self._ready_engine().clip_grad_value_(optimizer, float(clip_val))
+        plain = _compat.plain_optimizer(optimizer)
+        self._ready_engine().clip_grad_value_(plain, float(clip_val))
 
     def _ready_engine(self) -> ZeroEngine:
         if self.engine is None:

@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_zero import _compat
 from lightning_zero.access import full_params
 from lightning_zero.batches import EvenBatches, UnevenBatches
-from lightning_zero.callbacks import StepObserver, TraceLog
+from lightning_zero.callbacks import SelfChecks, StepObserver, TraceLog
 from lightning_zero.checkpointing import CheckpointingStrategy
 from lightning_zero.checks import (
     check_backend,
@@ -51,6 +51,7 @@ from lightning_zero.partition import broadcast_module, construction
 from lightning_zero.plan.layout import ShardBy
 from lightning_zero.plan.prefetch import PrefetchOptions
 from lightning_zero.precision import ZeroPrecision, zero_precision
+from lightning_zero.self_check import Report
 
 WRITE_IN_STEP = (
     "at stage 3 its values are only there while a step runs. Write to it in the step, or inside"
@@ -96,6 +97,9 @@ class ZeroStrategy(CheckpointingStrategy):
         wall_clock_breakdown: Print and log for each step how long forward and backward submit, wait
             and compute, and say at the end what bounds them.
         timeline: Folder to which each rank writes a timeline of its first 20 steps, for Perfetto.
+        self_check: Compare this many first optimizer steps of a fit with an unsharded replica, and
+            report the largest differences: of a small model in all parameters, of a large one in
+            the first. None or 0 for none.
         checkpoint: ``"consolidated"`` is one ordinary file, gathered on rank 0; ``"sharded"`` a
             folder that all ranks write at once, while training goes on.
         exclude_frozen_parameters: Leave parameters that are not trained out of checkpoints; one
@@ -135,6 +139,7 @@ class ZeroStrategy(CheckpointingStrategy):
         uneven_batches: UnevenBatches = "stop",
         wall_clock_breakdown: bool = False,
         timeline: str | Path | None = None,
+        self_check: int | None = None,
         checkpoint: Literal["consolidated", "sharded"] = "consolidated",
         exclude_frozen_parameters: bool = False,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
@@ -162,6 +167,7 @@ class ZeroStrategy(CheckpointingStrategy):
         self._on_nonfinite = on_nonfinite_of(nonfinite_gradients)
         self._batches = EvenBatches(uneven_batches)
         self._observer = StepObserver(wall_clock_breakdown, timeline)
+        self._self_checks = SelfChecks(self_check)
         self._trace_log = TraceLog()
         super().__init__(
             checkpoint,
@@ -264,6 +270,7 @@ class ZeroStrategy(CheckpointingStrategy):
             recorder=recorder,
         )
         self._engine = self._optimizer_engine = engine
+        self._self_checks.open(_compat.trainer_of(self.lightning_module), engine, _real(optimizers))
         if isinstance(self._precision_plugin, ZeroPrecision):
             self._precision_plugin.engine = engine
         if self.options.master_weights and not any(m.has_copy for m in engine.table.masters):
@@ -285,6 +292,7 @@ class ZeroStrategy(CheckpointingStrategy):
     def teardown(self) -> None:
         self._batches.end()
         self._observer.close()
+        self._self_checks.close()
         engine, self._engine = self._engine, None
         module = self.lightning_module
         is_broken = False
@@ -317,6 +325,7 @@ class ZeroStrategy(CheckpointingStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._observer.on_batch_start()
+        self._self_checks.on_batch_start()
         self._log_trace()
 
     @override
@@ -325,6 +334,7 @@ class ZeroStrategy(CheckpointingStrategy):
 
     @override
     def on_train_end(self) -> None:
+        self._self_checks.on_train_end()
         self._observer.on_train_end(self.barrier)
         self._log_trace()
 
@@ -396,6 +406,11 @@ class ZeroStrategy(CheckpointingStrategy):
     def measure_model_states(self) -> ModelStateBytes:
         """Bytes of parameters, gradients and optimizer state alive on this rank now."""
         return self._running_engine("measure_model_states").measure()
+
+    @property
+    def self_check_report(self) -> Report | None:
+        """What the self-check of the latest fit has found; None before, and without one."""
+        return self._self_checks.report
 
     @property
     def sent_nbytes(self) -> int:

@@ -24,6 +24,7 @@ LEVELS = [
     ("access.py",),
     ("scaling.py", "direct_loads.py"),
     ("formats.py",),
+    ("self_check/",),
     ("engine.py",),
     ("trained.py",),
     ("held.py", "whole.py"),

@@ -32,6 +32,7 @@ KEYWORDS = {  # in order, with their defaults
     "uneven_batches": "stop",
     "wall_clock_breakdown": False,
     "timeline": None,
+    "self_check": None,
     "checkpoint": "consolidated",
     "exclude_frozen_parameters": False,
     "timeout": lightning_zero.strategy.DEFAULT_TIMEOUT,
