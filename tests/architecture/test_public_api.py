@@ -48,6 +48,7 @@ ONLY_TRAINER = {  # of the Trainer's loop or its plugins
     "uneven_batches",
     "wall_clock_breakdown",
     "timeline",
+    "self_check",
     "exclude_frozen_parameters",
     "precision_plugin",  # is called precision there
 }
