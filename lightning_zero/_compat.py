@@ -54,6 +54,13 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return plain
 
 
+def set_optimizers(strategy: Any, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Set a strategy's optimizers, and Lightning's wrappers of them, past an override."""
+    from lightning.pytorch.strategies import Strategy
+
+    Strategy.optimizers.fset(strategy, optimizers)  # type: ignore[attr-defined]
+
+
 def is_mock_optimizer(optimizer: Any) -> bool:
     """Whether Lightning made this optimizer because the user returned none."""
     from lightning.pytorch.core.optimizer import _MockOptimizer

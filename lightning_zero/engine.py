@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -38,14 +38,23 @@ from lightning_zero.memory.pool import BufferPool
 from lightning_zero.observe.recorder import SILENT, Recorder
 from lightning_zero.observe.watch import UNWATCHED, StepWatch
 from lightning_zero.optim.agreement import GradientAgreement
-from lightning_zero.optim.pieces import MasterShard, PieceTable, parameters_of
+from lightning_zero.optim.pieces import MasterShard, PieceTable
 from lightning_zero.params.bucket import ParameterBucket, ParamStatus
 from lightning_zero.params.buffers import BufferSync
 from lightning_zero.params.sliced import SlicedParameters, watch_again
-from lightning_zero.partition import broadcast_module, check_model, fits_whole, partition
+from lightning_zero.partition import (
+    broadcast_module,
+    check_model,
+    check_optimizers,
+    fits_whole,
+    gradients_of,
+    grow,
+    partition,
+)
 from lightning_zero.prefetch.coordinator import ParameterCoordinator
 from lightning_zero.prefetch.hooks import ModuleHooks, SavedTensors
 from lightning_zero.trained import TrainedPieces
+from lightning_zero.trained_set import TrainedSet, check_stepped, in_model_order
 from lightning_zero.whole import WholeTensors
 
 ABORT_TIMEOUT = timedelta(seconds=5)
@@ -125,45 +134,33 @@ class ZeroEngine:
         )
         self.held = HeldParameters(self.names, self.coordinator, groups.control)
         self.whole = WholeTensors(
-            self.names, optimizers, self.table, self._agreement, groups.control
+            self.names, self._optimizers, self.table, self._agreement, groups.control
         )
         self.trained = TrainedPieces(self.table, self.coordinator, self.held, self._publish)
+        self._trained_set: TrainedSet | None = None
+        self._buffer_sync: BufferSync | None = None
+        if optimizers:
+            self._trained_set = TrainedSet(module, self.names, self.table, groups.control)
+            self._buffer_sync = BufferSync(module, groups.control)
         if optimizers and self.device.type == "cpu":
             # What was built sharded, and was not made whole, does not fit into memory whole.
             (keep_freed_memory if parts.slices is None else give_freed_memory_back)()
-        self._buffer_sync = BufferSync(module, groups.control) if optimizers else None
         self._saved_tensors = SavedTensors(self.coordinator)
         self._hooks: ModuleHooks | None = ModuleHooks(
             module, parts.units, self.coordinator, self.step_scope
         )
-        traced = {p for outer in _compat.compiled_modules(module) for p in outer.parameters()}
-        # Reads inside of traced code are not seen, so nothing may be in flight there.
-        self._traced_buckets = {b for b in self._buckets if not traced.isdisjoint(b.parameters)}
+        self._traced_buckets = _traced(self.module, self._buckets)
         self.coordinator.release_all()
         self._shards.open({b.layout.index: b.shard for b in self._buckets if not b.is_resident})
         _open_engines.add(self)
-
-    def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Train with more optimizers from now on; to be called on all ranks.
-
-        Args:
-            optimizers: Over parameters that required gradients when the engine was made.
-
-        Raises:
-            ValueError: An optimizer cannot be used.
-        """
-        check_model(self.module, optimizers, self.options, self.groups.world_size)
-        self._optimizers += optimizers
-        self.whole = WholeTensors(
-            self.names, self._optimizers, self.table, self._agreement, self.groups.control
-        )
-        self._buffer_sync = self._buffer_sync or BufferSync(self.module, self.groups.control)
 
     # One step, in the order of its calls.
 
     @contextmanager
     def step_scope(self) -> Iterator[None]:
         """Everything that runs inside is one forward, with its loss, or one of evaluation."""
+        if torch.is_grad_enabled() and not self.coordinator.is_in_step:
+            self._follow_trained_set()
         buffers = None if self.coordinator.is_in_step else self._buffer_sync
         if buffers is not None:
             buffers.before_forward()
@@ -196,6 +193,7 @@ class ZeroEngine:
         with self._reducer.backward_scope():
             yield
         self._recorder.end(span)
+        self._follow_trained_set()
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Compute gradients of a loss and average them over the ranks.
@@ -257,7 +255,7 @@ class ZeroEngine:
     @contextmanager
     def pieces(self, optimizer: Optimizer) -> Iterator[None]:
         """While inside, an optimizer names this rank's pieces, with their averaged gradients."""
-        self._check_trained_set(optimizer)
+        check_stepped(optimizer, self.table)
         used = self._agreement.used()
         self.watch.on_gradients(optimizer, self._reducer.generation)
         with self.table.swapped(optimizer, used):
@@ -274,6 +272,7 @@ class ZeroEngine:
             What ``run`` returned.
         """
         self.held.check_left("an optimizer step was called")
+        self._follow_trained_set()
         masters = self.table.masters_of(optimizer)
         digest = self.coordinator.end_step()
         for master in masters:
@@ -361,6 +360,9 @@ class ZeroEngine:
 
         See :func:`lightning_zero.checkpoint.restored.load_optimizer_state_dict`.
         """
+        known = restored.claimed(optimizer, self.table, state_dict, self.names)
+        if known:  # frozen now, but not for good: its state is kept for when it is unfrozen
+            self._adopt(known, has_state=True)
         restored.load_optimizer_state_dict(
             optimizer, self.table, state_dict, self.names, is_speaker=self.groups.rank == 0
         )
@@ -384,8 +386,8 @@ class ZeroEngine:
             self._take_off()
             for bucket in self._buckets:
                 bucket.restore_parameters()
+            self.coordinator.forget(self._buckets)
             self._buckets = []
-            self.coordinator.forget_buckets()
         self.table.release()
 
     def _close_sharded(self, slices: SlicedParameters) -> None:
@@ -393,7 +395,7 @@ class ZeroEngine:
         for bucket in self._buckets:
             with self.coordinator.held([bucket]):
                 bucket.restore_parameters(slices)
-                self.coordinator.forget_bucket(bucket)
+                self.coordinator.forget([bucket])
         self._buckets = []
         self._shards.close()
         self._take_off()
@@ -413,8 +415,8 @@ class ZeroEngine:
         if all(bucket.layout.world_size == 1 for bucket in self._buckets):
             for bucket in self._buckets:
                 bucket.restore_from_shard()
+            self.coordinator.forget(self._buckets)
             self._buckets = []
-            self.coordinator.forget_buckets()
 
     @property
     def agreement(self) -> GradientAgreement:
@@ -425,11 +427,6 @@ class ZeroEngine:
     def is_open(self) -> bool:
         """Whether the module is still partitioned."""
         return self._hooks is not None
-
-    @property
-    def optimizers(self) -> Sequence[Optimizer]:
-        """The user's optimizers."""
-        return self._optimizers
 
     @property
     def buckets(self) -> Sequence[ParameterBucket]:
@@ -462,19 +459,69 @@ class ZeroEngine:
         parameter = next(iter(self.names), None)  # listing the module's would bring them in
         return parameter.device if parameter is not None else torch.device("cpu")
 
-    def _check_trained_set(self, optimizer: Optimizer) -> None:
-        strays = [
-            self.names.get(p, "<not in the module>")
-            for p in parameters_of(optimizer)
-            if p.requires_grad and p not in self.table
-        ]
-        if strays:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} is to train {strays[:5]}, which were frozen or missing"
-                " when training was set up: they are not partitioned, and would not"
-                " be averaged over the ranks. Let them require gradients from the start"
-                " (requires_grad_(True) before trainer.fit), or call trainer.fit again."
-            )
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The user's optimizers."""
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Train with these from now on; to be set on all ranks.
+
+        Raises:
+            ValueError: An optimizer cannot be used.
+        """
+        with self.coordinator.visits.left_alone():
+            known = self.names.keys() | set(self.module.parameters())
+        check_optimizers(optimizers, known, self.options, self.groups.world_size)
+        self._optimizers[:] = optimizers
+        control = self.groups.control
+        self._trained_set = self._trained_set or TrainedSet(
+            self.module, self.names, self.table, control
+        )
+        self._buffer_sync = self._buffer_sync or BufferSync(self.module, control)
+
+    def _follow_trained_set(self) -> None:
+        """Partition what came into training since the last look, see [Note: when it is seen]."""
+        found = {} if self._trained_set is None else self._trained_set.newcomers()
+        if found:
+            self._adopt(found)
+
+    def _adopt(self, found: Mapping[nn.Parameter, str], has_state: bool = False) -> None:
+        """Partition parameters that were frozen or missing; for all ranks to call.
+
+        Args:
+            found: Parameters by name.
+            has_state: They are partitioned for training even if they are frozen.
+        """
+        if self._trained_set is None or self._hooks is None:
+            raise AssertionError("an engine without optimizers trains nothing")
+        with self.coordinator.visits.left_alone():
+            self._trained_set.take_in(found, self._optimizers, self.options)
+            trained = {p for p in found if p.requires_grad or has_state}
+            new = [p for p in found if self.coordinator.bucket_of(p) is None]
+            self.groups.control.broadcast([p.data for p in new])
+            wanted = {p for p in new if p in trained or self._policy.shards_parameters}
+            place = self.options, self.groups, self._shards
+            units, buckets = grow(self.module, wanted, *place, first_index=len(self._buckets))
+            self._buckets += buckets
+            known = {master.parameters for master in self.table.masters}
+            touched = [b for b in self._buckets if not trained.isdisjoint(b.parameters)]
+            thawed = [bucket for bucket in touched if bucket not in known]
+            with self.coordinator.residency.update("newly trained parameters"):
+                self.coordinator.add(buckets, thawed)
+                self._shards.extend({b.layout.index: b.shard for b in buckets if not b.is_resident})
+            has_copy = self.options.master_weights is not False
+            pairs = [(bucket, gradients_of(bucket, self.options)) for bucket in thawed]
+            self.table.add([MasterShard(*pair, has_copy) for pair in pairs])
+            gradients = [master.gradients for master in self.table.masters]
+            self._reducer.follow(in_model_order(gradients, self.names))
+            self._agreement.forget()
+            self._hooks.follow(units)
+            self._traced_buckets = _traced(self.module, self._buckets)
+            self._buffer_sync = BufferSync(self.module, self.groups.control)
+            self._trained_set.note()
+        self.coordinator.release_all()
 
     def _publish(self, updated: Sequence[ParameterBucket]) -> None:
         """Stages 1 and 2: start to bring the new shards together; their next use waits."""
@@ -489,8 +536,17 @@ class ZeroEngine:
         if self._hooks is not None:
             self._hooks.remove()
             self._hooks = None
+        if self._trained_set is not None:
+            self._trained_set.close()
         _open_engines.discard(self)
         self._reducer.close()
+
+
+def _traced(module: nn.Module, buckets: Iterable[ParameterBucket]) -> set[ParameterBucket]:
+    """Buckets that traced code reads from: its reads are not seen, so none may be in flight."""
+    compiled = _compat.compiled_modules(module)
+    traced = {parameter for outer in compiled for parameter in outer.parameters()}
+    return {bucket for bucket in buckets if not traced.isdisjoint(bucket.parameters)}
 
 
 _open_engines: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -65,18 +65,62 @@ def check_model(
         ValueError: An optimizer or a parameter cannot be used.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
+    check_optimizers(optimizers, names, options, world_size)
+    for parameter, name in names.items():
+        _check_parameter(parameter, name)
+
+
+def check_newcomers(
+    found: Mapping[nn.Parameter, str],
+    known: Collection[nn.Parameter],
+    optimizers: Sequence[Optimizer],
+    options: ZeroOptions,
+    world_size: int,
+) -> None:
+    """As :func:`check_model`, for a model that has changed.
+
+    Args:
+        found: New parameters of the model, by name.
+        known: All parameters that are or were of the model.
+        optimizers: The user's optimizers.
+        options: What to shard.
+        world_size: Ranks over which states would be sharded.
+
+    Raises:
+        ValueError: An optimizer or a parameter cannot be used.
+    """
+    for parameter, name in found.items():
+        _check_parameter(parameter, name)
+    check_optimizers(optimizers, known, options, world_size)
+
+
+def check_optimizers(
+    optimizers: Sequence[Optimizer],
+    known: Collection[nn.Parameter],
+    options: ZeroOptions,
+    world_size: int,
+) -> None:
+    """Refuse optimizers that would train something else than on one device.
+
+    Args:
+        optimizers: The user's optimizers.
+        known: Parameters of the model.
+        options: What to shard.
+        world_size: Ranks over which states would be sharded.
+
+    Raises:
+        ValueError: One of them cannot be used.
+    """
     is_cut = world_size > 1 and options.policy.shards_optimizer
     for optimizer in optimizers:
         geometry.check_optimizer(optimizer, options.shard_by if is_cut else "none")
-        strangers = [tuple(p.shape) for p in parameters_of(optimizer) if p not in names]
+        strangers = [tuple(p.shape) for p in parameters_of(optimizer) if p not in known]
         if strangers:
             raise ValueError(
                 f"{type(optimizer).__name__} holds {len(strangers)} parameter(s) that are not in"
                 f" the model (shapes {strangers[:5]}): they would never be averaged over the ranks."
                 " Register them in the model."
             )
-    for parameter, name in names.items():
-        _check_parameter(parameter, name)
 
 
 def _check_parameter(parameter: nn.Parameter, name: str) -> None:
@@ -112,12 +156,57 @@ def partition(
         slices.rest()
         values = slices
     wanted = {p for p in module.parameters() if p.requires_grad or policy.shards_parameters}
-    total_numel = sum(parameter.numel() for parameter in wanted)
+    units, buckets = _lay_out(module, wanted, options, groups, shards, values)
+    if slices is not None:
+        slices.restore(p for p in module.parameters() if slices.holds(p))
+        slices.unwatch(module.modules())
+    gradients = [gradients_of(bucket, options) for bucket in buckets if _trains(bucket)]
+    return Partition(units, buckets, gradients, slices)
+
+
+def grow(
+    module: nn.Module,
+    wanted: Collection[nn.Parameter],
+    options: ZeroOptions,
+    groups: ShardGroups,
+    shards: ShardReads,
+    first_index: int,
+) -> tuple[list[Unit], list[ParameterBucket]]:
+    """Lay parameters into buckets of their own, in a module that has been partitioned before.
+
+    Args:
+        module: The whole model as it is now.
+        wanted: Parameters of it that are in no bucket, whole and equal on all ranks.
+        options: What to shard.
+        groups: Collectives over the ranks that share the states.
+        shards: Brings the shards of buckets together that come and go.
+        first_index: Index of the first new bucket.
+
+    Returns:
+        Units of the whole model, and the new buckets.
+    """
+    return _lay_out(module, wanted, options, groups, shards, WHOLE, first_index)
+
+
+def _lay_out(
+    module: nn.Module,
+    wanted: Collection[nn.Parameter],
+    options: ZeroOptions,
+    groups: ShardGroups,
+    shards: ShardReads,
+    values: Values,
+    first_index: int = 0,
+) -> tuple[list[Unit], list[ParameterBucket]]:
+    """Units of the whole module, and buckets of the parameters that are wanted."""
+    policy = options.policy
+    total_numel = sum(
+        p.numel() for p in module.parameters() if p.requires_grad or policy.shards_parameters
+    )
     bucket_numel = options.bucket_numel or default_bucket_numel(total_numel)
     units = module_units(
         module, bucket_numel, options.leaf_modules, _compat.compiled_modules(module)
     )
-    persistent = _persistent(wanted, module, options)
+    persistent = _persistent(module, options)
     found = {
         fqn: (index, parameter)
         for index, unit in enumerate(units)
@@ -134,6 +223,7 @@ def partition(
         bucket_numel=bucket_numel,
         align_numel=ALIGN_NBYTES // item_nbytes,
         shard_by=options.shard_by,
+        first_index=first_index,
     )
     buckets = []
     for layout in layouts:
@@ -141,11 +231,7 @@ def partition(
         is_resident = not policy.shards_parameters or parameters[0] in persistent
         gathers = groups.parameters if is_resident else shards
         buckets.append(ParameterBucket(layout, parameters, gathers, is_resident, values))
-    if slices is not None:
-        slices.restore(p for p in module.parameters() if slices.holds(p))
-        slices.unwatch(module.modules())
-    gradients = [_gradients(bucket, options) for bucket in buckets if _trains(bucket)]
-    return Partition(units, buckets, gradients, slices)
+    return units, buckets
 
 
 @contextmanager
@@ -205,14 +291,13 @@ def _trains(bucket: ParameterBucket) -> bool:
     return bucket.parameters[0].requires_grad
 
 
-def _gradients(bucket: ParameterBucket, options: ZeroOptions) -> GradientBucket:
+def gradients_of(bucket: ParameterBucket, options: ZeroOptions) -> GradientBucket:
+    """The side of a bucket that takes gradients."""
     wire_dtype = options.wire_dtype or bucket.dtype
     return GradientBucket(bucket.layout, bucket.parameters, bucket.rank, wire_dtype)
 
 
-def _persistent(
-    wanted: set[nn.Parameter], module: nn.Module, options: ZeroOptions
-) -> set[nn.Parameter]:
+def _persistent(module: nn.Module, options: ZeroOptions) -> set[nn.Parameter]:
     """Small parameters that stay in memory at stage 3, in model order up to the total."""
     if not options.policy.shards_parameters:
         return set()
@@ -222,7 +307,7 @@ def _persistent(
     held_numel = 0
     for parameter in module.parameters():
         numel = parameter.numel()
-        if parameter not in wanted or not 0 < numel <= prefetch.persistent_numel:
+        if not 0 < numel <= prefetch.persistent_numel:
             continue
         if total_numel is None or held_numel + numel <= total_numel:
             found.add(parameter)

@@ -201,6 +201,18 @@ class ZeroStrategy(CheckpointingStrategy):
             self._precision_plugin = zero_precision(plugin)
             self._precision_plugin.take_options(self._on_nonfinite, self._keep_fp32)
 
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        return super().optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        _compat.set_optimizers(self, optimizers)
+        if self._engine is not None:  # replaced while training
+            plain = [_compat.plain_optimizer(optimizer) for optimizer in optimizers]
+            self._engine.optimizers = _real(plain)
+
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -27,7 +27,7 @@ class WholeTensors:
 
     Args:
         names: Name of each parameter of the model.
-        optimizers: The user's optimizers.
+        optimizers: The user's optimizers, as they are at any time.
         table: This rank's pieces.
         agreement: Knows whose gradients count.
         control: Group over which pieces are sent.
@@ -42,7 +42,7 @@ class WholeTensors:
         control: Collectives,
     ) -> None:
         self._names = names
-        self._optimizers = list(optimizers)
+        self._optimizers = optimizers
         self._table = table
         self._agreement = agreement
         self._control = control

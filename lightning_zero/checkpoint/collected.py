@@ -50,7 +50,7 @@ class WeightParts:
         self._stored: dict[nn.Parameter, StoredTensor] = {}
         for bucket in buckets:
             for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
-                if slot.numel:
+                if slot.numel and parameter in names:  # else it was replaced by another one
                     self._stored[parameter] = _weight(names[parameter], parameter, slot.stride)
         for parameter, name in names.items():
             known = self._slice(parameter)
@@ -74,7 +74,9 @@ class WeightParts:
         for bucket in self._buckets:
             in_buckets |= set(bucket.parameters)
             for piece in bucket.pieces():
-                stored = self._stored[bucket.parameters[piece.slot]]
+                stored = self._stored.get(bucket.parameters[piece.slot])
+                if stored is None:
+                    continue
                 values = bucket.shard[piece.shard_offset : piece.shard_offset + piece.numel]
                 part = Part(stored, piece.param_offset, values)
                 is_everywhere = bucket.layout.world_size == 1

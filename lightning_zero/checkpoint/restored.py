@@ -89,6 +89,20 @@ def load_optimizer_state_dict(
         optimizer.load_state_dict({"state": packed_state, "param_groups": packed_groups})
 
 
+def claimed(
+    optimizer: Optimizer,
+    table: PieceTable,
+    state_dict: Mapping[str, Any],
+    names: Mapping[nn.Parameter, str],
+) -> dict[nn.Parameter, str]:
+    """Parameters of an optimizer, by name, that are not trained now and have state to keep.
+
+    Args: as for :func:`load_optimizer_state_dict`.
+    """
+    state = _matched(optimizer, table, state_dict, names)[0].state
+    return {p: names[p] for p in state if p not in table and p in names}
+
+
 def told_of_count(optimizers: int, saved: int) -> str:
     """What to tell where a checkpoint has state of fewer or more optimizers than there are."""
     if optimizers == saved:

@@ -60,6 +60,9 @@ class ShardReads(ABC):
     def open(self, shards: Mapping[int, Tensor]) -> None:
         """Offer this rank's shards, by the key of their bucket; for all ranks to call."""
 
+    def extend(self, shards: Mapping[int, Tensor]) -> None:  # noqa: B027  (few have to know)
+        """Offer more shards; for all ranks to call, inside of an update."""
+
     @abstractmethod
     def all_gather(self, flat: Tensor, shard: Tensor, key: int) -> Handle:
         """Fill a flat tensor with the shards of all ranks, by reading them.
@@ -228,6 +231,11 @@ class MessageReads(ShardReads):
             self._thread = threading.Thread(target=self._serve, name="shard reads", daemon=True)
             self._thread.start()
         self.publish()
+
+    def extend(self, shards: Mapping[int, Tensor]) -> None:
+        """See the base class."""
+        with self._changed:
+            self._shards.update(shards)
 
     def all_gather(self, flat: Tensor, shard: Tensor, key: int) -> Handle:
         """See the base class."""

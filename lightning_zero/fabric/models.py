@@ -49,7 +49,7 @@ class ZeroModule(nn.Module):
         Raises:
             ValueError: An optimizer cannot be used.
         """
-        self.engine.add_optimizers(optimizers)
+        self.engine.optimizers = [*self.engine.optimizers, *optimizers]
         self.loads.watch(optimizers)
         self._cut_states(optimizers)
 

@@ -52,6 +52,8 @@ class GradientBucket:
         gradient came, or is hidden by a local gradient that the last reduction did not take."""
         self.used: set[int] = set()
         """Slots that got a gradient on this rank since they were last cleared."""
+        self.watched: set[int] = set()
+        """Slots whose gradients are collected: those that have been trained so far."""
         self.times_zeroed = 0
         """How often a gradient was zeroed through its face."""
         self.zeroings = [0] * len(self.parameters)
@@ -87,12 +89,16 @@ class GradientBucket:
 
     def is_complete(self) -> bool:
         """Whether every gradient that can be expected in this backward has arrived."""
-        if len(self.arrived) == len(self.parameters):
+        if self.is_full():
             return True
         return bool(self.arrived) and all(
-            slot in self.arrived or idle >= IDLE_STEPS_UNTIL_ABSENT
-            for slot, idle in enumerate(self.idle_steps)
+            slot in self.arrived or self.idle_steps[slot] >= IDLE_STEPS_UNTIL_ABSENT
+            for slot in self.watched
         )
+
+    def is_full(self) -> bool:
+        """Whether every gradient that can come at all has arrived."""
+        return bool(self.arrived) and len(self.arrived) == len(self.watched)
 
     def put(self, slot: int, grad: Tensor, scale: float) -> None:
         """Write a scaled gradient into its place in the buffer."""

@@ -62,7 +62,8 @@ class GradientReducer:
         on_complete: Callable[[int], None],
         on_finish: Callable[[], None],
     ) -> None:
-        self.buckets = list(buckets)
+        self.buckets: list[GradientBucket] = []
+        self._place: dict[GradientBucket, int] = {}
         self._collectives = collectives
         self._pool = pool
         self._is_scattered = is_scattered
@@ -71,19 +72,30 @@ class GradientReducer:
         self._on_complete = on_complete
         self._on_finish = on_finish
         self._in_flight: deque[_Reduction] = deque()
-        self._next = len(self.buckets) - 1
+        self._next = -1
         self._scope_depth = 0
         self._is_running = False
         self.synchronises = True
         """Whether gradients are reduced; while False they collect in ``param.grad``."""
         self.generation = 0
         """Counts backwards; what was agreed about gradients holds within one generation."""
-        self._hooks = [
-            handle
-            for bucket in self.buckets
-            for slot, parameter in enumerate(bucket.parameters)
-            for handle in self._watch(bucket, slot, parameter)
-        ]
+        self._hooks: list[_compat.NodeHandle | _compat.RemovableHandle] = []
+        self.follow(buckets)
+
+    def follow(self, buckets: Sequence[GradientBucket]) -> None:
+        """Watch all parameters of these buckets that require gradients; not within a backward.
+
+        Args:
+            buckets: All buckets, those that were there before included, in model order.
+        """
+        self.buckets = list(buckets)
+        self._place = {bucket: place for place, bucket in enumerate(self.buckets)}
+        self._next = len(self.buckets) - 1
+        for bucket in self.buckets:
+            for slot, parameter in enumerate(bucket.parameters):
+                if parameter.requires_grad and slot not in bucket.watched:
+                    bucket.watched.add(slot)
+                    self._hooks += self._watch(bucket, slot, parameter)
 
     @contextmanager
     def backward_scope(self) -> Iterator[None]:
@@ -188,15 +200,11 @@ class GradientReducer:
         if not self.synchronises:
             bucket.used.add(slot)
             return
-        has_left = bucket.layout.index > self._next_index or slot in bucket.arrived
+        has_left = self._place[bucket] > self._next or slot in bucket.arrived
         if has_left:  # see [Note: late gradients]
             bucket.used.add(slot)
             return
         self._collect(bucket, slot, parameter)
-
-    @property
-    def _next_index(self) -> int:
-        return self.buckets[self._next].layout.index if self._next >= 0 else -1
 
     def _collect(self, bucket: GradientBucket, slot: int, parameter: nn.Parameter) -> None:
         grad = parameter.grad
@@ -207,7 +215,7 @@ class GradientReducer:
         bucket.put(slot, grad, 1.0 / self._collectives.world_size)
         parameter.grad = None
         if bucket.is_complete():
-            if len(bucket.arrived) == len(bucket.parameters):
+            if bucket.is_full():
                 self._on_complete(bucket.layout.index)
             while self._next >= 0 and self.buckets[self._next].is_complete():
                 self._launch(self.buckets[self._next])

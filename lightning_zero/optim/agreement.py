@@ -43,7 +43,6 @@ class GradientAgreement:
         self._table = table
         self._collectives = collectives
         self._is_sharded = is_sharded
-        self._parameters = list(table.place)
         self._generation = -1
         self._used: frozenset[nn.Parameter] = frozenset()
         self._nonfinite_ranks: tuple[int, ...] = ()
@@ -98,11 +97,16 @@ class GradientAgreement:
         self._reducer.forget_nonfinite()
 
     @property
+    def _parameters(self) -> list[nn.Parameter]:
+        """All trainable parameters, in one order on all ranks."""
+        return list(self._table.place)
+
+    @property
     def _device(self) -> torch.device:
-        return self._parameters[0].device if self._parameters else torch.device("cpu")
+        return next((p.device for p in self._table.place), torch.device("cpu"))
 
     def _all_pieces(self) -> Iterable[MasterPiece]:
-        return (piece for p in self._parameters if (piece := self._table.piece(p)) is not None)
+        return (piece for p in self._table.place if (piece := self._table.piece(p)) is not None)
 
     def _largest(self, pieces: list[MasterPiece]) -> float:
         """Largest absolute value over ranks; a maximum by way of a sum of one entry per rank."""

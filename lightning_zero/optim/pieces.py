@@ -119,12 +119,17 @@ class PieceTable:
     """This rank's pieces of all trainable parameters."""
 
     def __init__(self, masters: Sequence[MasterShard]) -> None:
-        self.masters = list(masters)
+        self.masters: list[MasterShard] = []
         self._pieces: dict[nn.Parameter, MasterPiece] = {}
         self._master_of: dict[nn.Parameter, MasterShard] = {}
         self.place: dict[nn.Parameter, tuple[GradientBucket, int]] = {}
         """Bucket and slot of every trainable parameter."""
-        for master in self.masters:
+        self.add(masters)
+
+    def add(self, masters: Sequence[MasterShard]) -> None:
+        """More master shards; to be called between steps."""
+        self.masters += masters
+        for master in masters:
             layout, parameters = master.parameters.layout, master.parameters.parameters
             for slot, parameter in enumerate(parameters):
                 self.place[parameter] = master.gradients, slot

@@ -171,6 +171,7 @@ def plan_buckets(
     bucket_numel: int,
     align_numel: int,
     shard_by: ShardBy = "element",
+    first_index: int = 0,
 ) -> tuple[BucketLayout, ...]:
     """Lay parameters into buckets.
 
@@ -182,6 +183,7 @@ def plan_buckets(
         align_numel: Parameters and shards start at multiples of this many elements.
         shard_by: ``"element"`` cuts parameters at shard borders; ``"tensor"`` puts each parameter
             whole into the shard of one rank, balanced.
+        first_index: Index of the first bucket.
 
     Returns:
         Buckets in model order; every element of every parameter lies in exactly one piece.
@@ -204,7 +206,8 @@ def plan_buckets(
     buckets: list[BucketLayout] = []
     for run in _runs(specs, capacity):
         slots, padded = place(run, world_size, align_numel)
-        buckets.append(BucketLayout(len(buckets), run[0].kind, slots, padded, world_size))
+        index = first_index + len(buckets)
+        buckets.append(BucketLayout(index, run[0].kind, slots, padded, world_size))
     return tuple(buckets)
 
 

@@ -178,6 +178,13 @@ class Tracer:
         """Forget the pass under way; it was not a whole one."""
         self._begin()
 
+    def forget(self) -> None:
+        """Forget all traces; the next pass is the first."""
+        self._known.clear()
+        self._successor.clear()
+        self._last = None
+        self._begin()
+
     def upcoming(self) -> Iterator[int]:
         """Buckets of the uses to come, in order, repeated as often as they are used."""
         if self._expected is not None:

@@ -64,29 +64,57 @@ class ParameterCoordinator:
         overlap_comm: bool,
         recorder: Recorder = SILENT,
     ) -> None:
-        self.residency = Residency(buckets, shards, options.max_live_numel, recorder)
+        self.residency = Residency((), shards, options.max_live_numel, recorder)
         self.visits = Visits(self.residency)
-        coming = [bucket for bucket in buckets if not bucket.is_resident]
-        self.passes = Passes(
-            {bucket.layout.index: bucket.layout.padded_numel for bucket in coming}, shards.rank
-        )
+        self.passes = Passes({}, shards.rank)
         self._recorder = recorder
-        self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
-        self._comes_and_goes = bool(coming)
-        self._frozen = [b for b in coming if not b.parameters[0].requires_grad]
-        # Whose references are asked for: what the bound, or else backward, may give back any time.
-        self._counted = self._frozen if options.max_live_numel is None else coming
+        self._options = options
+        self._overlap_comm = overlap_comm
+        self._bucket_of: dict[nn.Parameter, ParameterBucket] = {}
+        self._coming: list[ParameterBucket] = []
+        self._frozen: list[ParameterBucket] = []
         self._prefetch_numel = options.prefetch_numel if overlap_comm else 0
-        reuse_numel = options.reuse_distance_numel
-        if reuse_numel is None:  # what would be fetched ahead at once need not go; see prefetching
-            largest_numel = max((b.layout.padded_numel for b in buckets), default=0)
-            reuse_numel = AHEAD_COUNT * largest_numel if overlap_comm else 0
-        self._reuse_numel = reuse_numel
+        self._reuse_numel = 0
         self._users: Counter[int] = Counter()
         self._frames: list[_Frame] = []
         self._is_held = False
         self.watch: StepWatch = UNWATCHED
         """Is shown each use of a bucket."""
+        self.add(buckets)
+
+    def add(
+        self, buckets: Sequence[ParameterBucket], thawed: Sequence[ParameterBucket] = ()
+    ) -> None:
+        """There are more buckets; for all ranks to call, between passes.
+
+        Args:
+            buckets: More of them.
+            thawed: Those among the earlier ones that had no gradients, and have some now.
+        """
+        self.visits.settle()
+        self.residency.add(buckets)
+        self._bucket_of.update((p, bucket) for bucket in buckets for p in bucket.parameters)
+        coming = [bucket for bucket in buckets if not bucket.is_resident]
+        self._coming += coming
+        self._frozen = [bucket for bucket in self._frozen if bucket not in thawed]
+        self._frozen += [b for b in coming if not any(p.requires_grad for p in b.parameters)]
+        for bucket in coming:
+            bucket.note_references()
+        self.passes.restart({b.layout.index: b.layout.padded_numel for b in self._coming})
+        self._reuse_numel = self._options.reuse_distance_numel or 0
+        if self._options.reuse_distance_numel is None and self._overlap_comm:
+            # What would be fetched ahead at once need not go; see prefetching.
+            largest_numel = max((b.layout.padded_numel for b in self.buckets.values()), default=0)
+            self._reuse_numel = AHEAD_COUNT * largest_numel
+
+    @property
+    def _comes_and_goes(self) -> bool:
+        return bool(self._coming)
+
+    @property
+    def _counted(self) -> list[ParameterBucket]:
+        """Whose references are asked for: what the bound, or backward, may give back any time."""
+        return self._frozen if self._options.max_live_numel is None else self._coming
 
     @property
     def buckets(self) -> dict[int, ParameterBucket]:
@@ -259,16 +287,12 @@ class ParameterCoordinator:
                 continue
             self.residency.give_back(bucket)
 
-    def forget_bucket(self, bucket: ParameterBucket) -> None:
-        """A bucket is dissolved."""
-        self.residency.forget_bucket(bucket)
-        for parameter in bucket.parameters:
-            del self._bucket_of[parameter]
-
-    def forget_buckets(self) -> None:
-        """The buckets are dissolved; nothing is left to coordinate."""
-        self.residency.forget()
-        self._bucket_of = {}
+    def forget(self, buckets: Iterable[ParameterBucket]) -> None:
+        """Buckets are dissolved."""
+        for bucket in buckets:
+            self.residency.forget(bucket)
+            for parameter in bucket.parameters:
+                del self._bucket_of[parameter]
 
     def abort(self, timeout: timedelta) -> None:
         """Forget the step under way after an error; no new transfer is started."""

@@ -52,34 +52,48 @@ class ModuleHooks:
         self._root = root
         self._coordinator = coordinator
         self._handles: list[RemovableHandle] = []
-        compiled = _compat.compiled_modules(root)
-        traced = {inner for outer in compiled for inner in outer.modules()}
-        for module in root.modules():
-            self._watch_state_dict(module)
-            if module not in traced:
-                parameter_dict.install(module, coordinator.on_access, self._on_listing)
-        outside = {module for module in compiled if _compat.is_compiled_outside(module)}
-        for unit in units:
-            if unit.module is not root and (unit.module in outside or unit.module not in traced):
-                self._watch_unit(unit.name, unit.module, unit.uses)
-        within = [p for module in compiled if module not in outside for p in module.parameters()]
-        within += external_parameters(root)
-        self.of_whole_forward = _buckets_of(within, coordinator)
+        self._watched: set[nn.Module] = set()
+        self.of_whole_forward: list[ParameterBucket] = []
         """What compiled code uses from within, see [Note: compiled modules], and externals of the
         root, whose forward is that of the whole."""
+        self.follow(units)
         self._watch_root(step_scope)
+
+    def follow(self, units: Sequence[Unit]) -> None:
+        """Watch all modules that are not watched yet.
+
+        Args:
+            units: Units of the model as it is now.
+        """
+        compiled = _compat.compiled_modules(self._root)
+        traced = {inner for outer in compiled for inner in outer.modules()}
+        new = [module for module in self._root.modules() if module not in self._watched]
+        for module in new:
+            self._watch_state_dict(module)
+            if module not in traced:
+                parameter_dict.install(module, self._coordinator.on_access, self._on_listing)
+        outside = {module for module in compiled if _compat.is_compiled_outside(module)}
+        for unit in units:
+            is_new = unit.module not in self._watched and unit.module is not self._root
+            if is_new and (unit.module in outside or unit.module not in traced):
+                self._watch_unit(unit.name, unit.module, unit.uses)
+        self._watched.update(new)
+        within = [p for module in compiled if module not in outside for p in module.parameters()]
+        within += external_parameters(self._root)
+        self.of_whole_forward = _buckets_of(within, self._coordinator)
 
     def remove(self) -> None:
         """Take everything off the module."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        for module in self._root.modules():
+        for module in self._watched:  # those that were taken out of the model included
             parameter_dict.uninstall(module)
 
     def _on_listing(self, listed: parameter_dict.ZeroParameterDict) -> None:
         own = [parameter for parameter in listed.plain().values() if parameter is not None]
-        visits, is_wanted = self._coordinator.visits, self._coordinator.is_in_step
+        visits = self._coordinator.visits
+        is_wanted = self._coordinator.is_in_step and not visits.is_left_alone
         if visits.is_loading and own and not is_wanted:
             visits.keep_only(_buckets_of(own, self._coordinator))
             is_wanted = True
@@ -179,10 +193,7 @@ class SavedTensors:
     def __init__(self, coordinator: ParameterCoordinator) -> None:
         self._coordinator = coordinator
         self._by_storage = coordinator.residency.by_storage
-        self._offsets = {
-            bucket: [slot.offset for slot in bucket.layout.slots]
-            for bucket in self._by_storage.values()
-        }
+        self._offsets: dict[ParameterBucket, list[int]] = {}
         # The same two objects each time: compiled code is guarded by their identity.
         self._pack: Callable[[Tensor], Any] = self.pack
         self._unpack: Callable[[Any], Tensor] = self.unpack
@@ -235,7 +246,10 @@ class SavedTensors:
 
     def _is_current(self, bucket: ParameterBucket, offset: int, version: int) -> bool:
         """Whether this is the version of the parameter at a place of a bucket."""
-        slot = bisect_right(self._offsets[bucket], offset) - 1
+        offsets = self._offsets.get(bucket)
+        if offsets is None:
+            offsets = self._offsets[bucket] = [slot.offset for slot in bucket.layout.slots]
+        slot = bisect_right(offsets, offset) - 1
         return bucket.parameters[slot]._version == version
 
     def _saved(self) -> AbstractContextManager[None]:

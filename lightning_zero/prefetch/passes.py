@@ -28,6 +28,17 @@ class Passes:
         """Kind of the pass under way; None between passes."""
         self._numels = dict(numels)
 
+    def restart(self, numels: Mapping[int, int]) -> None:
+        """The buckets have changed: what was known of the order of passes holds no more.
+
+        Args:
+            numels: Elements of each bucket that comes and goes, by index.
+        """
+        self.end()
+        self._numels = dict(numels)
+        for tracer in self.tracers.values():
+            tracer.forget()
+
     def begin(self, kind: str) -> None:
         """A pass begins; one under way has ended before."""
         self.kind = kind

@@ -32,7 +32,7 @@ class Residency:
         max_live_numel: int | None = None,
         recorder: Recorder = SILENT,
     ) -> None:
-        self.buckets = {bucket.layout.index: bucket for bucket in buckets}
+        self.buckets: dict[int, ParameterBucket] = {}
         self.shards = shards
         self.max_live_numel = max_live_numel
         self._recorder = recorder
@@ -41,17 +41,28 @@ class Residency:
         """Buckets that come and go, by the identity of their storage."""
         self.live_numel = 0
         """Elements of buckets that are whole or on their way, resident ones included."""
-        resident_numel = 0
-        largest_numel = 0
+        self.add(buckets)
+
+    def add(self, buckets: Sequence[ParameterBucket]) -> None:
+        """More buckets.
+
+        Raises:
+            ValueError: A bucket alone is larger than the bound.
+        """
         for bucket in buckets:
-            numel = bucket.layout.padded_numel
+            self.buckets[bucket.layout.index] = bucket
             if bucket.status is not ParamStatus.NOT_AVAILABLE:
-                self.live_numel += numel
-            if bucket.is_resident:
-                resident_numel += numel
-            else:
+                self.live_numel += bucket.layout.padded_numel
+            if not bucket.is_resident:
                 self.by_storage[bucket.storage_key()] = bucket
-                largest_numel = max(largest_numel, numel)
+        self._check_bound()
+
+    def _check_bound(self) -> None:
+        every = self.buckets.values()
+        resident_numel = sum(b.layout.padded_numel for b in every if b.is_resident)
+        coming = [bucket.layout.padded_numel for bucket in every if not bucket.is_resident]
+        largest_numel = max(coming, default=0)
+        max_live_numel = self.max_live_numel
         if max_live_numel is not None and resident_numel + largest_numel > max_live_numel:
             raise ValueError(
                 f"max_live_numel={max_live_numel} is less than the largest bucket"
@@ -182,14 +193,9 @@ class Residency:
         with self.shards.update(reason, note) as notes:
             yield notes
 
-    def forget_bucket(self, bucket: ParameterBucket) -> None:
-        """A bucket that is whole is dissolved."""
+    def forget(self, bucket: ParameterBucket) -> None:
+        """A bucket is dissolved."""
         del self.buckets[bucket.layout.index]
         self.by_storage = {key: b for key, b in self.by_storage.items() if b is not bucket}
-        self.live_numel -= bucket.layout.padded_numel
-
-    def forget(self) -> None:
-        """The buckets are dissolved; nothing is left to bring in."""
-        self.buckets = {}
-        self.by_storage = {}
-        self.live_numel = 0
+        if bucket.status is not ParamStatus.NOT_AVAILABLE:
+            self.live_numel -= bucket.layout.padded_numel

@@ -88,7 +88,7 @@ class Visits:
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:
-        """State dicts that are made inside list placeholders; for those who know what they are."""
+        """State dicts and listings that are made inside have placeholders; for who knows them."""
         was_left_alone, self.is_left_alone = self.is_left_alone, True
         try:
             yield

@@ -27,7 +27,7 @@ LEVELS = [
     ("self_check/",),
     ("engine.py",),
     ("trained.py",),
-    ("held.py", "whole.py"),
+    ("held.py", "trained_set.py", "whole.py"),
     ("partition.py",),
     ("checkpoint/",),
     ("config.py", "deepspeed_config.py"),

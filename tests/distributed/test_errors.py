@@ -213,38 +213,6 @@ def test_devices_must_be_the_ranks_that_were_started(devices):
 # Errors in the middle of training.
 
 
-class Unfreezing(Language):
-    def __init__(self, stage: int) -> None:
-        super().__init__(frozen=True)
-
-    def on_train_batch_start(self, batch: Any, index: int) -> None:
-        if index == 2:
-            self.model.blocks[1].requires_grad_(True)
-
-
-def unfreeze() -> dict[int, tuple[str, str, int]]:
-    answers = {}
-    for stage in STAGES:
-        module = Unfreezing(stage)
-        try:
-            trainer(ZeroStrategy(stage), 2).fit(module)
-            answers[stage] = ("none", "", len(module.losses))
-        except Exception as error:
-            answers[stage] = (type(error).__name__, str(error), len(module.losses))
-    return answers
-
-
-def test_a_weight_that_is_unfrozen_later_is_named_on_every_rank():
-    ranks = run_ranks(unfreeze, 2)
-    for stage in STAGES:
-        for found in ranks:
-            kind, message, steps = found[stage]
-            assert kind == "RuntimeError", found[stage]
-            assert "model.blocks.1." in message
-            assert "requires_grad_(True) before trainer.fit" in message
-            assert steps == 3  # the step that would have trained without it
-
-
 class Broken(Language):
     """Raises on one rank, in forward or in backward."""
 

@@ -465,14 +465,19 @@ def test_complex_parameter_is_refused_by_name(stage):
 
 
 @every_stage
-def test_parameter_unfrozen_after_setup_is_refused_at_the_step(stage):
-    ours = make_model()
-    ours.head.requires_grad_(False)
-    optimizer = sgd(ours)
+def test_parameter_unfrozen_after_setup_is_trained(stage):
+    plain, ours = make_model(), make_model()
+    for model in (plain, ours):
+        model.head.requires_grad_(False)
+    optimizer, plain_optimizer = sgd(ours), sgd(plain)
     with running(ours, [optimizer], stage) as engine:
-        ours.head.requires_grad_(True)
-        with pytest.raises(RuntimeError, match=r"is to train \['head.weight'\]"):
-            engine.step(optimizer)
+        train_zero(engine, optimizer, 1)
+        train_plain(plain, plain_optimizer, 1)
+        for model in (plain, ours):
+            model.head.requires_grad_(True)
+        train_zero(engine, optimizer, 2)
+    train_plain(plain, plain_optimizer, 2)
+    assert_equal(weights(ours), weights(plain))
 
 
 @every_stage

@@ -19,7 +19,9 @@ def make(world_size=1, rank=0, wire_dtype=torch.float32, dtype=torch.float32):
         for n, p in enumerate(parameters)
     ]
     (layout,) = plan_buckets(specs, world_size=world_size, bucket_numel=10**6, align_numel=16)
-    return GradientBucket(layout, parameters, rank, wire_dtype)
+    bucket = GradientBucket(layout, parameters, rank, wire_dtype)
+    bucket.watched.update(range(len(parameters)))  # as the reducer does
+    return bucket
 
 
 def reduce(bucket, values, scale=1.0, others=None):
