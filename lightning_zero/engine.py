@@ -255,7 +255,7 @@ class ZeroEngine:
     @contextmanager
     def pieces(self, optimizer: Optimizer) -> Iterator[None]:
         """While inside, an optimizer names this rank's pieces, with their averaged gradients."""
-        check_stepped(optimizer, self.table)
+        check_stepped(optimizer, self.table, self.names)
         used = self._agreement.used()
         self.watch.on_gradients(optimizer, self._reducer.generation)
         with self.table.swapped(optimizer, used):

@@ -60,8 +60,9 @@ class TrainedSet:
     def newcomers(self) -> dict[nn.Parameter, str]:
         """Parameters, by name, that came into the model or require gradients since :meth:`note`."""
         found = {p: self._names[p] for p in self._resting if p.requires_grad}
-        if self._registrations.take():
-            found.update((p, name) for p, name in self._walk() if p not in self._names)
+        if self._registrations.take() or found:
+            here = dict(self._walk())  # what was taken out of the model is trained no more
+            found = {p: here[p] for p in here if p in found or p not in self._names}
         return found
 
     def take_in(
@@ -108,7 +109,7 @@ class TrainedSet:
 
     def note(self) -> None:
         """What requires gradients now is partitioned."""
-        self._resting = [p for p in self._names if not self._is_watched(p)]
+        self._resting = [p for p, _ in self._walk() if not self._is_watched(p)]
 
     def close(self) -> None:
         """Look no more."""
@@ -174,14 +175,24 @@ def in_model_order(
     return sorted(buckets, key=lambda bucket: min(place[p] for p in bucket.parameters))
 
 
-def check_stepped(optimizer: Optimizer, table: PieceTable) -> None:
+def check_stepped(
+    optimizer: Optimizer, table: PieceTable, names: Mapping[nn.Parameter, str]
+) -> None:
     """Make sure that an optimizer trains nothing but what is partitioned.
+
+    Args:
+        optimizer: The optimizer.
+        table: Knows what is partitioned.
+        names: Parameters that are or were in the model; the latter may stay where they get no
+            gradients.
 
     Raises:
         RuntimeError: It holds parameters that are not in the model.
     """
     strays = [
-        tuple(p.shape) for p in parameters_of(optimizer) if p.requires_grad and p not in table
+        tuple(p.shape)
+        for p in parameters_of(optimizer)
+        if p.requires_grad and p not in table and (p not in names or p.grad is not None)
     ]
     if strays:
         raise RuntimeError(

@@ -7,6 +7,7 @@ reference is a loop that averages every gradient itself.
 from __future__ import annotations
 
 import os
+import random
 import re
 import warnings
 from collections.abc import Callable
@@ -131,6 +132,43 @@ def drop_a_block(net: Net, step: int, optimizer: torch.optim.Optimizer) -> None:
         del net.blocks[1]
 
 
+def replace_what_was_frozen(net: Net, step: int, optimizer: torch.optim.Optimizer) -> None:
+    if step == 2:
+        net.norm.requires_grad_(True)  # in vain: it is gone before anything is trained
+        net.norm = nn.LayerNorm(WIDTH)
+        optimizer.add_param_group({"params": list(net.norm.parameters())})
+
+
+def at_random(seed: int) -> Change:
+    """Parts are frozen and unfrozen, in any step, and one is attached, replaced or dropped."""
+
+    def change(net: Net, step: int, optimizer: torch.optim.Optimizer) -> None:
+        draw = random.Random(100 * seed + step)
+        for _ in range(draw.randrange(3)):
+            name = draw.choice([n for n, m in net.named_modules() if list(m.parameters())])
+            net.get_submodule(name).requires_grad_(draw.random() < 0.5)
+        torch.manual_seed(step + 7 * dist.get_rank())
+        new: list[nn.Parameter] = []
+        match draw.randrange(6):
+            case 0:
+                adapter = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+                net.blocks[draw.randrange(len(net.blocks))].adapter = adapter
+                new = list(adapter.requires_grad_(draw.random() < 0.7).parameters())
+            case 1:
+                net.scale = nn.Parameter(torch.tensor(1.1))
+                new = [net.scale]
+            case 2:
+                net.norm = nn.LayerNorm(WIDTH)
+                new = list(net.norm.parameters())
+            case 3 if len(net.blocks) > 2:
+                del net.blocks[draw.randrange(len(net.blocks))]
+        if new:
+            optimizer.add_param_group({"params": new, "lr": 3e-3})
+        net.head.requires_grad_(True)
+
+    return change
+
+
 CASES = {
     "thaw": Case(thaw, freeze_block),
     "thaw_most_of_it": Case(thaw, freeze_all_but_head),
@@ -144,7 +182,11 @@ CASES = {
     "attach_an_adapter": Case(attach_an_adapter),
     "attach_a_frozen_block_and_thaw_it": Case(attach_a_frozen_block_and_thaw_it),
     "replace_the_head": Case(replace_the_head),
+    "replace_what_was_frozen": Case(
+        replace_what_was_frozen, lambda net: net.norm.requires_grad_(False)
+    ),
     "drop_a_block": Case(drop_a_block),
+    **{f"at_random_{seed}": Case(at_random(seed)) for seed in range(6)},
 }
 # Sums are made in another order: clipping adds norms of pieces, and stages 2 and 3 average each
 # micro-batch before they add it.
