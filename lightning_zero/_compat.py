@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -12,6 +12,8 @@ from torch._dynamo import OptimizedModule
 from torch.autograd import Variable
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle as RemovableHandle
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
@@ -170,6 +172,13 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> 
 def callbacks_of(trainer: Any) -> list[Any]:
     """The callbacks of a Trainer, which it sets outside of its constructor."""
     return list(trainer.callbacks)
+
+
+def untraced(function: F) -> F:
+    """A function that torch.compile calls, and does not trace; torch's own has no types."""
+    disable: Any = torch.compiler.disable
+    found: F = disable(function)
+    return found
 
 
 def is_compiled_outside(module: nn.Module) -> bool:

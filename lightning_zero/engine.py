@@ -325,7 +325,7 @@ class ZeroEngine:
         """
         with self.sharded_state_dict():
             return consolidated.module_state_dict(
-                module or self.module, self._buckets, self.groups.control
+                self.module if module is None else module, self._buckets, self.groups.control
             )
 
     @contextmanager

@@ -8,10 +8,11 @@ stores elsewhere. Hooks switch off autograd's own check for tensors that were ch
 they were saved, so the check is made here.
 
 [Note: compiled modules]
-What torch.compile traces must not meet our hooks. The wrapper that ``torch.compile(module)`` makes
-has hooks of its own around the traced code, so it is a unit like any other. A module that was
-compiled in place, or the whole LightningModule, has no outside: its parameters come before the
-forward of the whole model begins, and go after it.
+What torch.compile traces must not meet our hooks; where it does (a model that Fabric compiles after
+its set-up), they run between two graphs. The wrapper that ``torch.compile(module)`` makes has hooks
+of its own around the traced code, so it is a unit like any other. A module that was compiled in
+place, or the whole model, has no outside: its parameters come before the forward of the whole model
+begins, and go after it.
 """
 
 from __future__ import annotations
@@ -67,12 +68,14 @@ class ModuleHooks:
         """
         compiled = _compat.compiled_modules(self._root)
         traced = {inner for outer in compiled for inner in outer.modules()}
+        on_access = _compat.untraced(self._coordinator.on_access)
         new = [module for module in self._root.modules() if module not in self._watched]
         for module in new:
             self._watch_state_dict(module)
             if module not in traced:
-                parameter_dict.install(module, self._coordinator.on_access, self._on_listing)
-        outside = {module for module in compiled if _compat.is_compiled_outside(module)}
+                parameter_dict.install(module, on_access, self._on_listing)
+        wrappers = (module for module in compiled if _compat.is_compiled_outside(module))
+        outside = {module for module in wrappers if module is not self._root}
         for unit in units:
             is_new = unit.module not in self._watched and unit.module is not self._root
             if is_new and (unit.module in outside or unit.module not in traced):
@@ -153,6 +156,7 @@ class _Hook:
     def __init__(self, run: Callable[[], None] | None) -> None:
         self._run = run
 
+    @_compat.untraced
     def __call__(self, *_: Any) -> None:
         if self._run is not None:
             self._run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -221,6 +222,92 @@ def evaluated(stage, folder):
         return [model(batch).item() for batch in data] == expected
 
 
+# Compiled models, and LightningModules.
+
+
+class Counting:
+    """A backend that runs the graph as it is, and counts how often it was asked to."""
+
+    count = 0
+
+    def __call__(self, graph, inputs):
+        from torch._dynamo.backends.debugging import aot_eager
+
+        Counting.count += 1
+        return aot_eager(graph, inputs)
+
+
+def compiled(strategy, compile_model, **options):
+    torch.compiler.reset()
+    fabric = started(strategy)
+    module = seeded(TinyGPT, depth=1)
+    model, optimizer = fabric.setup(compile_model(module), adamw(module), **options)
+    data, losses = Tokens(fabric.global_rank, STEPS), []
+    for index in range(STEPS):
+        losses.append(by_fabric(fabric, model, optimizer, data[index], index))
+        if index == 1:
+            Counting.count = 0
+    return losses, whole(module), Counting.count
+
+
+def around(module):
+    return torch.compile(module, backend=Counting())
+
+
+def in_place(module):
+    module.compile(backend=Counting())
+    return module
+
+
+COMPILED = {0: (), 1: ("again",), 2: (), 3: ("again", "before", "in place")}
+
+
+def compiled_models(stage, folder):
+    """Compiled anew by Fabric after the set-up, or before and left alone."""
+    ways = {
+        "again": (around, {}),
+        "before": (around, {"_reapply_compile": False}),
+        "in place": (in_place, {}),
+    }
+    losses, expected, _ = compiled(ddp(), lambda module: module)
+    found = {}
+    for name, (way, options) in ways.items():
+        if name not in COMPILED[stage]:
+            continue
+        got_losses, got, count = compiled(zero(stage), way, **options)
+        found[name] = got_losses == losses and equal(got, expected) and not count
+    return found
+
+
+class Lightning(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = seeded(TinyGPT)
+
+    def training_step(self, batch, index):
+        penalty = sum(p.square().sum() for p in self.parameters())  # whole, since in a step
+        return self.model(batch) + 0.01 * penalty
+
+
+def lightning_loop(strategy):
+    fabric = started(strategy)
+    module = Lightning()
+    model, optimizer = fabric.setup(module, adamw(module))
+    data, losses = Tokens(fabric.global_rank, STEPS), []
+    for index in range(STEPS):
+        loss = model.training_step(data[index], index) + 0.1 * module.model.scale.square()
+        optimizer.zero_grad()
+        module.manual_backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, whole(model)
+
+
+def lightning_module(stage, folder):
+    (losses, expected), (got_losses, got) = (lightning_loop(s) for s in (ddp(), zero(stage)))
+    return losses == got_losses and equal(expected, got)
+
+
 # Checkpoints.
 
 
@@ -356,6 +443,8 @@ CHECKS = [
     two_models,
     two_optimizers,
     evaluated,
+    compiled_models,
+    lightning_module,
     files,
     parts_of_files,
 ]
@@ -403,6 +492,15 @@ def test_two_optimizers_in_one_call_or_two_equal_ddp(results):
 
 def test_model_is_set_up_for_evaluation(results):
     assert results(evaluated) == [True, True]
+
+
+def test_compiled_models_equal_ddp_and_compile_once(results):
+    for found in results(compiled_models):
+        assert all(found.values()), found
+
+
+def test_lightning_module_equals_ddp_bit_for_bit(results):
+    assert results(lightning_module) == [True, True]
 
 
 def test_files_equal_those_of_ddp_and_go_on_anywhere(results):
