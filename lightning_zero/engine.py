@@ -39,9 +39,10 @@ from lightning_zero.observe.recorder import SILENT, Recorder
 from lightning_zero.observe.watch import UNWATCHED, StepWatch
 from lightning_zero.optim.agreement import GradientAgreement
 from lightning_zero.optim.pieces import MasterShard, PieceTable
+from lightning_zero.optim.raw_steps import RawSteps
 from lightning_zero.params.bucket import ParameterBucket, ParamStatus
 from lightning_zero.params.buffers import BufferSync
-from lightning_zero.params.sliced import SlicedParameters, watch_again
+from lightning_zero.params.sliced import watch_again
 from lightning_zero.partition import (
     broadcast_module,
     check_model,
@@ -152,6 +153,7 @@ class ZeroEngine:
         self._traced_buckets = _traced(self.module, self._buckets)
         self.coordinator.release_all()
         self._shards.open({b.layout.index: b.shard for b in self._buckets if not b.is_resident})
+        self._raw_steps = RawSteps(self)
         _open_engines.add(self)
 
     # One step, in the order of its calls.
@@ -271,6 +273,12 @@ class ZeroEngine:
         Returns:
             What ``run`` returned.
         """
+        with self.stepping(optimizer), torch.no_grad():
+            return (run or optimizer.step)()
+
+    @contextmanager
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """Scope of :meth:`step`, in which the optimizer is to be stepped."""
         self.held.check_left("an optimizer step was called")
         self._follow_trained_set()
         masters = self.table.masters_of(optimizer)
@@ -281,18 +289,18 @@ class ZeroEngine:
         with self.coordinator.residency.update("optimizer step", digest) as digests:
             for master in masters:
                 master.refresh()
-            with torch.no_grad(), self.pieces(optimizer):
-                result = (run or optimizer.step)()
+            with self.pieces(optimizer):
+                yield
             for master in masters:
                 master.store()
                 master.drop_step_grad()
                 master.parameters.note_update()
         self.coordinator.passes.compare(digests)
         self._publish([master.parameters for master in masters])
-        return result
 
     def abort_step(self) -> None:
         """Leave a step that has raised: nothing is sent, the gradients of the step are lost."""
+        self._raw_steps.abort()
         self._reducer.abort(ABORT_TIMEOUT)
         self.coordinator.abort(ABORT_TIMEOUT)
         self._agreement.forget()
@@ -378,28 +386,22 @@ class ZeroEngine:
             return
         self._reducer.close()  # frees the gradients, before more is taken
         slices = self._slices
-        if slices is not None and not fits_whole(self._buckets, self.groups):
-            self._close_sharded(slices)
-            return
-        with self.coordinator.held(self._buckets):
+        if slices is None or fits_whole(self._buckets, self.groups):
+            with self.coordinator.held(self._buckets):
+                self._shards.close()
+                self._take_off()
+                for bucket in self._buckets:
+                    bucket.restore_parameters()
+                self.coordinator.forget(self._buckets)
+        else:  # bucket by bucket, so that no more than one of them is whole
+            for bucket in self._buckets:
+                with self.coordinator.held([bucket]):
+                    bucket.restore_parameters(slices)
+                    self.coordinator.forget([bucket])
             self._shards.close()
             self._take_off()
-            for bucket in self._buckets:
-                bucket.restore_parameters()
-            self.coordinator.forget(self._buckets)
-            self._buckets = []
-        self.table.release()
-
-    def _close_sharded(self, slices: SlicedParameters) -> None:
-        """Bucket by bucket, so that no more than one of them is whole."""
-        for bucket in self._buckets:
-            with self.coordinator.held([bucket]):
-                bucket.restore_parameters(slices)
-                self.coordinator.forget([bucket])
+            watch_again(slices, self.module)
         self._buckets = []
-        self._shards.close()
-        self._take_off()
-        watch_again(slices, self.module)
         self.table.release()
 
     def abandon(self) -> None:
@@ -539,6 +541,7 @@ class ZeroEngine:
         if self._trained_set is not None:
             self._trained_set.close()
         _open_engines.discard(self)
+        self._raw_steps.close()
         self._reducer.close()
 
 
