@@ -4,6 +4,7 @@
 #   make train ARGS="stage=2 model=tiny"
 #   make test
 #   make restore-matrix
+#   make precision-table
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -12,7 +13,7 @@ ARGS ?=
 SOURCES := lightning_zero recipes tests conf cuda
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint format types coverage restore-matrix clean
+.PHONY: help setup train test lint format types coverage restore-matrix precision-table clean
 
 help:
 	@sed -n 's/^#  *make/make/p' Makefile
@@ -48,6 +49,10 @@ coverage: $(STAMP)
 # Writes the README's table of checkpoints and their readers.
 restore-matrix: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.distributed.test_restore_matrix --write
+
+# Writes the README's table of dtypes.
+precision-table: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.distributed.test_precision_table --write
 
 clean:
 	rm -rf .venv build dist *.egg-info .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache

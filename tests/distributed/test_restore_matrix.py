@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,12 +14,12 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_zero.cli import main
+from tests.helpers import readme
 from tests.helpers.models import difference, equal, weights
 from tests.helpers.restoring import MOST_GAP, SAVED_AFTER, fitted, gap_at_end, lost_in, world_size
 from tests.helpers.spawn import run_ranks
 
-README = Path(__file__).parents[2] / "README.md"
-BEGIN, END = "<!-- restore matrix -->\n", "<!-- end -->"
+NAME = "restore matrix"
 WORLD_SIZES = (1, 2, 3, 4)
 COLUMNS = ("ddp", "zero1", "zero2", "zero3")
 NAMES = {"single": "one process", "ddp": "DDP", "fsdp": "FSDP, full file"} | {
@@ -173,15 +172,6 @@ def table(found: dict[tuple[Source, str, int], Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def around_table(text: str) -> tuple[str, str, str]:
-    """What comes before the table in the README, the table, and what comes after it."""
-    before, begin, rest = text.partition(BEGIN)
-    inside, end, after = rest.partition(END)
-    assert begin, f"README.md has no line {BEGIN!r}"
-    assert end, f"README.md has no line {END!r}"
-    return before + begin, inside, end + after
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("matrix")
@@ -215,20 +205,16 @@ def test_what_is_not_restored_is_seen(found, folder):
 
 
 def test_the_table_in_the_readme_is_the_one_measured(found):
-    _, written, _ = around_table(README.read_text())
-    assert written == table(found), "run `make restore-matrix` if this is as it should be"
+    assert readme.written(NAME) == table(found), (
+        "run `make restore-matrix` if this is as it should be"
+    )
 
 
-def write_readme() -> None:
-    """Measure, and put the table into the README."""
+def measured_table() -> str:
+    """What the README is to say."""
     with tempfile.TemporaryDirectory() as folder:
-        measured = table(measure(Path(folder)))
-    before, _, after = around_table(README.read_text())
-    README.write_text(before + measured + after)
-    sys.stdout.write(measured)
+        return table(measure(Path(folder)))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] != ["--write"]:
-        sys.exit("usage: python -m tests.distributed.test_restore_matrix --write")
-    write_readme()
+    readme.main(NAME, measured_table)

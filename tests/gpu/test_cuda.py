@@ -8,6 +8,9 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_zero import ZeroStrategy
+from tests.distributed.test_precision_table import NAME as PRECISION_TABLE
+from tests.distributed.test_precision_table import measure_all, table
+from tests.helpers import readme
 from tests.helpers.models import Language, difference, equal, weights
 from tests.helpers.spawn import run_ranks
 
@@ -86,3 +89,9 @@ def half_precision():
 def test_bf16_true_is_the_same_at_every_stage():
     for found in run_ranks(half_precision, GPUS, timeout_s=240):
         assert all(equal(found[stage], found[0]) for stage in STAGES) or GPUS > 2
+
+
+def test_dtypes_are_those_of_the_readme():
+    """Measured on CUDA, where fp16 with loss scaling is Lightning's own choice."""
+    for found in run_ranks(measure_all, GPUS, "gpu", GPUS, timeout_s=240):
+        assert table(found) == readme.written(PRECISION_TABLE)

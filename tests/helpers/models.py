@@ -145,6 +145,7 @@ class Language(pl.LightningModule):
 def trainer(strategy: Any, world_size: int, **options: Any) -> pl.Trainer:
     """A quiet Trainer on CPU ranks that already run."""
     quiet = {
+        "accelerator": "cpu",
         "max_epochs": 1,
         "logger": False,
         "enable_checkpointing": False,
@@ -154,9 +155,7 @@ def trainer(strategy: Any, world_size: int, **options: Any) -> pl.Trainer:
         "use_distributed_sampler": False,
         "limit_val_batches": 0,
     }
-    return pl.Trainer(
-        accelerator="cpu", devices=world_size, strategy=strategy, **{**quiet, **options}
-    )
+    return pl.Trainer(devices=world_size, strategy=strategy, **{**quiet, **options})
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
