@@ -25,7 +25,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -342,10 +342,17 @@ class MessageReads(ShardReads):
     def close(self) -> None:
         """See the base class."""
         self.fence("end of training or evaluation")
+        self._await_delivery()
         for counter in (self._offered, self._agreed_counts, self._counts):
             counter.clear()
         with self._changed:
             self._shards, self._is_open = {}, False
+
+    def _await_delivery(self) -> None:
+        """This process may end next, and what it has not handed over by then would be lost."""
+        while self._messages:
+            with suppress(RuntimeError):  # who has come to the fence may have ended already
+                self._messages.popleft()[0].wait(self._timeout)
 
     def abandon(self) -> None:
         """See the base class."""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero import ShardGroups
+from lightning_zero.comm.reads import MessageReads
 from tests.helpers.spawn import RanksFailed, run_ranks
 
 NUMEL, KEYS, VERSIONS = 1000, 3, 40
@@ -175,3 +176,35 @@ def test_rank_that_is_gone_is_named_at_once(tmp_path):
     with pytest.raises(RanksFailed, match="rank 1 died"):
         run_ranks(one_leaves, 2, str(log), timeout_s=40)
     assert "rank 1 did not send its shard" in log.read_text()
+
+
+class Busy(MessageReads):
+    """Its thread begins to listen late."""
+
+    def _serve(self):
+        time.sleep(1.0)
+        super()._serve()
+
+
+def one_ends_first(log):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    kind = MessageReads if dist.get_rank() else Busy
+    reads = kind(dist.new_group(backend="gloo"), timedelta(seconds=20))
+    reads.open({0: torch.zeros(4)})
+    dist.barrier()
+    try:
+        reads.close()
+        text = "closed"
+    except RuntimeError as error:
+        text = str(error)
+    if reads.rank == 0:
+        Path(log).write_text(text)
+    os._exit(0)
+
+
+def test_rank_that_ends_first_has_told_the_others(tmp_path):
+    """Its last message may be on its way while its process ends."""
+    log = tmp_path / "text"
+    with pytest.raises(RanksFailed, match="died"):  # both of them, by themselves
+        run_ranks(one_ends_first, 2, str(log), timeout_s=40)
+    assert log.read_text() == "closed"
