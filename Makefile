@@ -5,6 +5,7 @@
 #   make test
 #   make restore-matrix
 #   make precision-table
+#   make report-table
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -13,7 +14,7 @@ ARGS ?=
 SOURCES := lightning_zero recipes tests conf cuda
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint format types coverage restore-matrix precision-table clean
+.PHONY: help setup train test lint format types coverage restore-matrix precision-table report-table clean
 
 help:
 	@sed -n 's/^#  *make/make/p' Makefile
@@ -53,6 +54,10 @@ restore-matrix: $(STAMP)
 # Writes the README's table of dtypes.
 precision-table: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.distributed.test_precision_table --write
+
+# Runs the tests of users' reports and writes docs/user-reports.md.
+report-table: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.distributed.reports.table --write
 
 clean:
 	rm -rf .venv build dist *.egg-info .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache

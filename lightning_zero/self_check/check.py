@@ -83,7 +83,6 @@ class SelfCheck(StepWatch):
         self._generations = dict.fromkeys(optimizers, -1)
         self._given: dict[Copy, Tensor] = {}
         self._misled: set[Copy] = set()
-        self._trained_count = len(engine.table.place)
         for optimizer, twin in self._twins.items():
             twin.note_groups(optimizer)
             take_states(twin, optimizer, engine)
@@ -148,7 +147,7 @@ class SelfCheck(StepWatch):
         with torch.no_grad():
             for parameter in found.parameters:
                 copy = self._copies.get(parameter)
-                if copy is None or self._has_thawed(copy):
+                if copy is None:
                     continue
                 values, seen = copy.values(), copy.shaped(copy.seen)
                 if is_written and not torch.equal(values, seen):
@@ -165,7 +164,6 @@ class SelfCheck(StepWatch):
             self.finish()
             return
         self._generations[optimizer] = generation
-        self._drop_thawed()
         twin.note_groups(optimizer)
         with torch.no_grad():
             self._averages.settle(twin.copies())
@@ -272,17 +270,6 @@ class SelfCheck(StepWatch):
         """Whether the engine runs this step: its groups name no parameters of the model."""
         named = (p for group in optimizer.param_groups for p in group["params"])
         return not any(p in self._engine.names for p in named)
-
-    def _has_thawed(self, copy: Copy) -> bool:
-        """Whether a parameter has come into training since the check began."""
-        return not copy.is_trained and copy.parameter in self._engine.table
-
-    def _drop_thawed(self) -> None:
-        """What has come into training meanwhile has no copy of its state, and is left alone."""
-        if len(self._engine.table.place) > self._trained_count:
-            self._notes["parameters that came into training meanwhile are not compared"] = None
-        for copy in [copy for copy in self._copies.values() if self._has_thawed(copy)]:
-            del self._copies[copy.parameter]
 
     def _step_now(self, before: int = 1) -> int:
         return max(self._steps.values(), default=0) + before

@@ -59,7 +59,12 @@ def nothing(module, backend):
 
 
 WAYS = {f.__name__: f for f in (wrapped_blocks, blocks_in_place, wrapped_model, whole)}
-STAGES = {"wrapped_blocks": (1, 2, 3), "blocks_in_place": (3,), "wrapped_model": (3,)}
+STAGES = {
+    "wrapped_blocks": (1, 2, 3),
+    "whole": (1, 2, 3),
+    "blocks_in_place": (3,),
+    "wrapped_model": (3,),
+}
 
 
 def fitted(strategy, way, **options):
@@ -75,8 +80,7 @@ def fitted(strategy, way, **options):
 def compiled_fits(way):
     expected = fitted(DDPStrategy(), WAYS[way] if way == "whole" else nothing)
     return expected, {
-        stage: fitted(ZeroStrategy(stage, bucket_numel=1000), WAYS[way])
-        for stage in STAGES.get(way, (1, 3))
+        stage: fitted(ZeroStrategy(stage, bucket_numel=1000), WAYS[way]) for stage in STAGES[way]
     }
 
 

@@ -353,7 +353,7 @@ if __name__ == "__main__":
 def script_ranks(process: Any, folder: Path) -> list[int]:
     """Process ids of a script and its ranks, once all of them train."""
     log, deadline = folder / "log", time.monotonic() + 60
-    while len(list(folder.glob("*.pid"))) < 2:
+    while len([path for path in folder.glob("*.pid") if path.read_text()]) < 2:
         assert process.poll() is None, log.read_text()[-3000:]
         assert time.monotonic() < deadline, log.read_text()[-3000:]
         time.sleep(0.05)

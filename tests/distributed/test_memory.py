@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_zero import ZeroStrategy
 from lightning_zero.plan.layout import default_bucket_numel
 from lightning_zero.plan.memory import model_state_nbytes
+from tests.helpers.alive import alive_nbytes
 from tests.helpers.models import trainer
 from tests.helpers.spawn import run_ranks
 
@@ -20,19 +21,6 @@ STAGES = (0, 1, 2, 3)
 WIDTH, DEPTH, STEPS = 128, 16, 3
 BUCKETS_AT_PEAK = {0: 4, 1: 4, 2: 4, 3: 7}
 """The stated buffer bound, in buckets: collection, staging and gathered parameters at once."""
-
-
-def alive_nbytes() -> int:
-    """Bytes of all tensors that Python can reach, each storage once."""
-    found = {}
-    for candidate in gc.get_objects():
-        if not issubclass(type(candidate), torch.Tensor):
-            continue
-        for tensor in (candidate, candidate.grad if candidate.is_leaf else None):
-            if tensor is not None:
-                storage = tensor.untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
 
 
 class Deep(pl.LightningModule):

@@ -96,14 +96,6 @@ class Writing(Language):
             self.model.norm.weight.add_(0.25)
 
 
-class Thawing(Language):
-    """A block comes into training before the second batch, and is frozen at first."""
-
-    def on_train_batch_start(self, batch, index):
-        if index == 1:
-            self.model.blocks[1].requires_grad_(True)
-
-
 class Injecting(Callback):
     """Does something wrong before the second batch."""
 
@@ -170,7 +162,6 @@ def right(folder):
         },
         "players": {s: fit(s, Players(steps=7)) for s in SHARDED},
         "part": {s: in_part(s) for s in SHARDED},
-        "thawing": {s: fit(s, Thawing(steps=4, frozen=True)) for s in SHARDED},
     }
 
 
@@ -315,9 +306,7 @@ def test_plain_training_is_equal_bit_for_bit_and_says_so(ranks, stage):
 
 
 @pytest.mark.parametrize("stage", SHARDED)
-@pytest.mark.parametrize(
-    "case", ["tied", "branching", "writing", "resumed", "bf16", "value", "thawing"]
-)
+@pytest.mark.parametrize("case", ["tied", "branching", "writing", "resumed", "bf16", "value"])
 def test_what_sums_in_one_order_is_equal_bit_for_bit(ranks, case, stage):
     for found in ranks:
         check_right(found[case][stage])
@@ -345,16 +334,8 @@ def test_large_model_is_watched_in_part(ranks, stage):
         check_right(found["part"][stage], 1e-6)
         report = found["part"][stage]["report"]
         assert 0 < report.watched_numel < report.total_numel / 2
-        assert f"{len(report.watched)} of 24 parameters" in str(report)
+        assert f"the first {len(report.watched)} of 24 parameters" in str(report)
         assert "the norm of gradients is the engine's" in str(report)
-
-
-@pytest.mark.parametrize("stage", SHARDED)
-def test_what_comes_into_training_later_is_left_alone(ranks, stage):
-    for found in ranks:
-        report = found["thawing"][stage]["report"]
-        assert len(report.watched) == 18
-        assert "came into training meanwhile are not compared" in str(report)
 
 
 @pytest.mark.parametrize("stage", SHARDED)
