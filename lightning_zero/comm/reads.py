@@ -342,17 +342,13 @@ class MessageReads(ShardReads):
     def close(self) -> None:
         """See the base class."""
         self.fence("end of training or evaluation")
-        self._await_delivery()
+        while self._messages:  # this process may end next, and what has not left it would be lost
+            with suppress(RuntimeError):  # who has come to the fence may have ended already
+                self._messages.popleft()[0].wait(self._timeout)
         for counter in (self._offered, self._agreed_counts, self._counts):
             counter.clear()
         with self._changed:
             self._shards, self._is_open = {}, False
-
-    def _await_delivery(self) -> None:
-        """This process may end next, and what it has not handed over by then would be lost."""
-        while self._messages:
-            with suppress(RuntimeError):  # who has come to the fence may have ended already
-                self._messages.popleft()[0].wait(self._timeout)
 
     def abandon(self) -> None:
         """See the base class."""
