@@ -99,6 +99,34 @@ def as_head_of_three(user):
     return user.fit(outside(as_head), accumulate_grad_batches=2)
 
 
+def from_a_plain_list(user):
+    """A plain list, made before training, hides a weight from its module."""
+    table = linear(4, 4, seed=2)
+    hidden = [table.weight]
+    loss = lambda m, x: F.linear(m.lin(x), hidden[0]).square().mean()  # noqa: E731
+    module = Small(loss, noise(3, 4), sgd(0.1), lin=linear(4, 4, seed=1), table=table)
+    trained = user.fit(module)
+    is_finite = all(bool(value.isfinite().all()) for value in trained.values())
+    return trained | {"is finite": is_finite, "told": user.said("not finite") > 0}
+
+
+CASES.add(
+    "A07",
+    "from_a_list",
+    "A weight from a list made before training",
+    from_a_plain_list,
+    stages=(1, 2),
+)
+CASES.add(
+    "A07",
+    "told_from_a_list",
+    "The same at stage 3, where it is not there: told at once, and no plausible number",
+    from_a_plain_list,
+    {"is finite": False, "told": True},
+    stages=(3,),
+)
+
+
 @CASES("A07")
 def in_evaluation(user):
     """The head that is an embedding, in validation before and after training."""
