@@ -256,6 +256,18 @@ def construction(
         materialize(module, device)
 
 
+@contextmanager
+def construction_of_any(
+    options: ZeroOptions, groups: ShardGroups, device: torch.device
+) -> Iterator[None]:
+    """While inside, whole models are built, any number; as :func:`construction`."""
+    if options.policy.shards_parameters and groups.world_size > 1:
+        with sharded_construction(None, groups.control, device, options.bucket_numel):
+            yield
+    else:
+        yield
+
+
 def fits_whole(buckets: Sequence[ParameterBucket], groups: ShardGroups) -> bool:
     """Whether each rank has the memory to hold all parameters of these buckets, with some to spare.
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -17,17 +15,15 @@ from lightning.fabric.plugins.precision import (
     DeepSpeedPrecision,
     FSDPPrecision,
     HalfPrecision,
-    MixedPrecision,
     Precision,
     TransformerEnginePrecision,
     XLAPrecision,
 )
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero import _compat
 from lightning_zero.checks import check_backend, check_started_ranks
 from lightning_zero.comm import ShardGroups
 from lightning_zero.comm.groups import DEFAULT_TIMEOUT
@@ -44,13 +40,15 @@ from lightning_zero.engine import ZeroEngine, engine_of
 from lightning_zero.fabric.checkpointing import CheckpointingStrategy
 from lightning_zero.fabric.models import ZeroModule
 from lightning_zero.fabric.precision import ZeroHalfPrecision
+from lightning_zero.fabric.steps import StepGuard
 from lightning_zero.held import parameters_in
-from lightning_zero.optim.overflow import NonfiniteSteps, OnNonfinite, check_scale
+from lightning_zero.optim.overflow import NonfiniteSteps, OnNonfinite
+from lightning_zero.optim.pieces import parameters_of
 from lightning_zero.params.kept import check_has_effect
 from lightning_zero.params.units import LeafModule
+from lightning_zero.partition import construction, construction_of_any
 from lightning_zero.plan.layout import ShardBy
 from lightning_zero.plan.prefetch import PrefetchOptions
-from lightning_zero.scaling import unscale_together
 
 OTHERS_PRECISION = (
     BitsandbytesPrecision,
@@ -138,9 +136,7 @@ class ZeroStrategy(CheckpointingStrategy):
             leaf_modules=leaf_modules,
         )
         self._keep_fp32 = patterns_of("keep_fp32", keep_fp32)
-        self._on_nonfinite = on_nonfinite_of(nonfinite_gradients)
-        self._steps = 0
-        self._is_attached = False
+        self._guard = StepGuard(on_nonfinite_of(nonfinite_gradients))
         super().__init__(
             checkpoint,
             checkpoint_io,
@@ -158,21 +154,6 @@ class ZeroStrategy(CheckpointingStrategy):
 
     @property
     @override
-    def accelerator(self) -> Accelerator | None:
-        return self._accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Accelerator) -> None:
-        if self._is_attached:
-            raise ValueError(
-                "this ZeroStrategy belongs to another Fabric already: it holds the states of that"
-                " one's models. Give each Fabric a ZeroStrategy object of its own."
-            )
-        self._is_attached = True
-        self._accelerator = accelerator
-
-    @property
-    @override
     def precision(self) -> Precision:
         return super().precision
 
@@ -184,20 +165,7 @@ class ZeroStrategy(CheckpointingStrategy):
                 " Supported: precision='32-true', '64-true', '16-true', 'bf16-true', '16-mixed',"
                 " 'bf16-mixed'."
             )
-        given = self._precision  # set to None by the base class first
-        if given is not None and type(plugin) is Precision:
-            return  # Fabric's default, and the constructor was told something else
-        if given is not None and plugin is not given:
-            raise ValueError(
-                f"precision was given twice: {given.precision!r} to ZeroStrategy, and"
-                f" {getattr(plugin, 'precision', plugin)!r} to Fabric. Remove one of them."
-            )
-        if isinstance(plugin, MixedPrecision) and plugin.scaler and self._on_nonfinite != "step":
-            raise ValueError(
-                f"nonfinite_gradients={self._on_nonfinite!r} has no effect with a loss scaler"
-                " (precision='16-mixed'), which skips the steps whose gradients are not finite:"
-                " remove it"
-            )
+        self._guard.check(plugin)
         if plugin is not None and self._keep_fp32 and not isinstance(plugin, ZeroHalfPrecision):
             check_has_effect(self._keep_fp32, plugin.precision)
             if isinstance(plugin, HalfPrecision):
@@ -222,6 +190,21 @@ class ZeroStrategy(CheckpointingStrategy):
         super().setup_environment()
 
     # Setting up.
+
+    @override
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        usual = super().module_init_context(empty_init)
+        with usual, construction_of_any(self.options, self._shard_groups(), self.root_device):
+            yield
+
+    @override
+    def module_to_device(self, module: nn.Module) -> None:
+        tensors = [*module.parameters(), *module.buffers()]
+        if any(tensor.is_meta for tensor in tensors):
+            with construction(module, self.options, self._shard_groups(), self.root_device):
+                pass  # what is on the meta device is made, and initializes itself
+        super().module_to_device(module)
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]  # not DDP's
@@ -249,6 +232,12 @@ class ZeroStrategy(CheckpointingStrategy):
 
     def _set_up(self, module: nn.Module, optimizers: list[Optimizer]) -> ZeroModule:
         self._check_new(module)
+        if any(p.is_meta for optimizer in optimizers for p in parameters_of(optimizer)):
+            raise ValueError(
+                "an optimizer has parameters on the meta device, which are others now that the"
+                " model has memory: set up the model first, `model = fabric.setup_module(model)`,"
+                " then make the optimizer and set it up, `fabric.setup_optimizers(optimizer)`"
+            )
         check_backend(self.process_group_backend, self.root_device.type)
         groups = ShardGroups.create(self._timeout)
         engine = ZeroEngine(module, optimizers, self.options, groups)
@@ -318,6 +307,11 @@ class ZeroStrategy(CheckpointingStrategy):
 
     # One step.
 
+    @property
+    def nonfinite_steps(self) -> NonfiniteSteps:
+        """Steps whose gradients were not finite; those that loss scaling has skipped."""
+        return self._guard.nonfinite
+
     @override
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any
@@ -328,10 +322,9 @@ class ZeroStrategy(CheckpointingStrategy):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        is_taken = self._is_taken(engine, optimizer)
+        is_taken = self._guard.is_taken(self.precision, engine, optimizer)
         step = self.precision.optimizer_step
         result = engine.step(optimizer, lambda: step(optimizer, **kwargs) if is_taken else None)
-        self._steps += 1
         return result if closure is None else loss
 
     @override
@@ -344,7 +337,7 @@ class ZeroStrategy(CheckpointingStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         engine = self._engine_of(optimizer)
-        self._unscale(engine, optimizer)
+        self._guard.unscale(self.precision, engine, optimizer)
         norm = engine.clip_grad_norm_(
             optimizer, float(max_norm), float(norm_type), error_if_nonfinite
         )
@@ -355,7 +348,7 @@ class ZeroStrategy(CheckpointingStrategy):
         self, module: nn.Module, optimizer: Optimizer, clip_val: float
     ) -> None:
         engine = self._engine_of(optimizer)
-        self._unscale(engine, optimizer)
+        self._guard.unscale(self.precision, engine, optimizer)
         engine.clip_grad_value_(optimizer, float(clip_val))
 
     def _engine_of(self, optimizer: Optimizer) -> ZeroEngine:
@@ -366,49 +359,6 @@ class ZeroStrategy(CheckpointingStrategy):
                 " `fabric.setup(model, optimizer)` first"
             )
         return model.engine
-
-    @cached_property
-    def nonfinite_steps(self) -> NonfiniteSteps:
-        """Steps whose gradients were not finite; those that loss scaling has skipped."""
-        return NonfiniteSteps()
-
-    @property
-    def _scaler(self) -> torch.amp.GradScaler | None:
-        plugin = self.precision
-        return plugin.scaler if isinstance(plugin, MixedPrecision) else None
-
-    def _unscale(self, engine: ZeroEngine, optimizer: Optimizer) -> None:
-        """Undo loss scaling, once per step; an overflow on one rank is one on all."""
-        scaler = self._scaler
-        if scaler is None or _compat.scaler_found_inf(scaler, optimizer):
-            return
-        where = unscale_together(engine, scaler, optimizer)
-        if where is None:
-            self.nonfinite_steps.end_row(optimizer)
-            return
-        scale = scaler.get_scale()
-        check_scale(scale * scaler.get_backoff_factor(), self._steps, where)
-        text, is_warning = self.nonfinite_steps.scaled(optimizer, self._steps, scale, where)
-        if is_warning:  # on every rank: it is in each rank's log why that rank trains nothing
-            warnings.warn(text, stacklevel=2)
-        elif text:
-            rank_zero_info(text)
-
-    def _is_taken(self, engine: ZeroEngine, optimizer: Optimizer) -> bool:
-        """Whether an optimizer may step with the gradients it has; the same on all ranks."""
-        if self._scaler is not None:
-            self._unscale(engine, optimizer)
-            return True  # the scaler decides
-        where = engine.agreement.nonfinite(optimizer)
-        if not where:
-            self.nonfinite_steps.end_row(optimizer)
-            return True
-        text = self.nonfinite_steps.taken(optimizer, self._steps, where, self._on_nonfinite)
-        if self._on_nonfinite == "error":
-            raise RuntimeError(text)
-        if text:
-            warnings.warn(text, stacklevel=2)
-        return self._on_nonfinite == "step"
 
 
 class BackwardSync:

@@ -39,7 +39,10 @@ WRITE_WHEN_USED = (
 
 @contextmanager
 def sharded_construction(
-    root: nn.Module, collectives: Collectives, device: torch.device, bucket_numel: int | None
+    root: nn.Module | None,
+    collectives: Collectives,
+    device: torch.device,
+    bucket_numel: int | None,
 ) -> Iterator[None]:
     """While inside, a model is built of which every rank keeps its part; for all ranks to enter.
 
@@ -48,7 +51,8 @@ def sharded_construction(
     NaN after it, until an engine lays them into buckets.
 
     Args:
-        root: The model, of which some modules may be there already; these stay whole.
+        root: The model, of which some modules may be there already; these stay whole. None where
+            models are made inside: any number, of which nothing is given up at the end.
         collectives: Group over which parameters are sharded.
         device: Where the model is to be trained.
         bucket_numel: Capacity of a bucket in elements; None for the default of the model's size.
@@ -57,7 +61,8 @@ def sharded_construction(
         RuntimeError: The ranks did not build the same model, or a module on the meta device cannot
             initialize itself.
     """
-    owner = owner_of(root) or SlicedParameters(SliceTransfers(collectives, device), bucket_numel)
+    owner = None if root is None else owner_of(root)
+    owner = owner or SlicedParameters(SliceTransfers(collectives, device), bucket_numel)
     if owner.is_open:
         yield
         return
@@ -65,20 +70,23 @@ def sharded_construction(
         with same_random_numbers(collectives, device), owner.opened():
             with large_blocks_apart(), _watched(owner), _settings(OTHERS_SETTINGS):
                 yield
-                materialize(root, device, owner.watch)
+                if root is not None:
+                    materialize(root, device, owner.watch)
             owner.transfers.meet("end of construction")
-        _check_equal(owner, root)
-        _give_up_strangers(owner, root)
+        _check_equal(owner, _alive(owner) if root is None else dict(root.named_parameters()))
+        if root is not None:
+            _give_up_strangers(owner, root)
     except BaseException as error:
-        owner.unwatch(root.modules())
+        owner.unwatch()
+        owner.unwatch(() if root is None else root.modules())
         explain_refused_write(error, WRITE_WHEN_USED)
         raise
 
 
-def _check_equal(owner: SlicedParameters, root: nn.Module) -> None:
+def _check_equal(owner: SlicedParameters, parameters: dict[str, nn.Parameter]) -> None:
     built = {
         f"{name} {tuple(known.shape)}": known
-        for name, parameter in root.named_parameters()
+        for name, parameter in parameters.items()
         if (known := owner.known(parameter)) is not None
     }
     different = owner.transfers.compare({name: known.digest for name, known in built.items()})
@@ -91,6 +99,14 @@ def _check_equal(owner: SlicedParameters, root: nn.Module) -> None:
             " rank, or on a generator of your own; or build the model in __init__, where the values"
             " of rank 0 are taken."
         )
+
+
+def _alive(owner: SlicedParameters) -> dict[str, nn.Parameter]:
+    """All parameters that were built and are still there, under names for errors."""
+    found = owner.parameters
+    alive = owner.transfers.on_all_ranks(found)  # the rest is garbage that is collected some time
+    labels = {n: known.label for n in alive if (known := owner.known(found[n])) is not None}
+    return {f"{labels[n]}, number {n}": found[n] for n in sorted(labels)}
 
 
 def _give_up_strangers(owner: SlicedParameters, root: nn.Module) -> None:

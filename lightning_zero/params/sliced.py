@@ -76,13 +76,13 @@ class SlicedParameters:
             if known is not None:
                 known.add_home(own)
 
-    def unwatch(self, modules: Iterable[nn.Module] = ()) -> None:
-        """Give these modules, and all that were watched, their own dicts back."""
-        for module in [*modules, *self._modules]:
+    def unwatch(self, modules: Iterable[nn.Module] | None = None) -> None:
+        """Give these modules, or all that were watched, their own dicts back."""
+        for module in list(self._modules) if modules is None else modules:
             own = module._parameters
             if isinstance(own, SlicedParameterDict) and own.owner is self:
                 module._parameters = own.plain()
-        self._modules.clear()
+            self._modules.discard(module)
 
     def next_serial(self) -> int:
         """A number that no parameter and no dict has."""

@@ -51,6 +51,7 @@ SAYS_LIGHTNING = {
     "fabric/strategy.py",
     "fabric/checkpointing.py",
     "fabric/precision.py",
+    "fabric/steps.py",
     "checks.py",
     "precision.py",
     "callbacks.py",
