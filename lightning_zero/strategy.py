@@ -53,9 +53,13 @@ from lightning_zero.plan.prefetch import PrefetchOptions
 from lightning_zero.precision import ZeroPrecision, zero_precision
 from lightning_zero.self_check import Report
 
+GRADIENT_AWAY = (
+    "If this was a gradient: it is spread over the ranks. Clip with `self.clip_gradients(...)`, and"
+    " scale losses with Trainer(precision='16-mixed'), not with a GradScaler of your own."
+)
 WRITE_IN_STEP = (
-    "at stage 3 its values are only there while a step runs. Write to it in the step, or inside"
-    " `with trainer.strategy.full_params(module, writeback=True):`."
+    " If this was a parameter: at stage 3 its values are only there while a step runs. Write to it"
+    " in the step, or inside `with trainer.strategy.full_params(module, writeback=True):`."
 )
 
 
@@ -330,7 +334,8 @@ class ZeroStrategy(CheckpointingStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if self._engine is not None:
             self._engine.abort_step()
-            explain_refused_write(exception, WRITE_IN_STEP)
+            is_away = self._policy.shards_parameters
+            explain_refused_write(exception, GRADIENT_AWAY + WRITE_IN_STEP * is_away)
 
     # One step.
 

@@ -368,9 +368,9 @@ def is_placeholder(parameter: Tensor) -> bool:
 
 
 def explain_refused_write(error: BaseException, remedy: str) -> None:
-    """Say what torch means where a parameter that is not there was written to."""
+    """Say what torch means where a parameter or a gradient that is not there was written to."""
     if isinstance(error, RuntimeError) and "single memory location" in str(error):
-        error.args = (f"{error} If this was a parameter: {remedy}",)
+        error.args = (f"{error} {remedy}",)
 
 
 def blanks(count: int, like: Tensor) -> Tensor:

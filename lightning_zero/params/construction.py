@@ -31,9 +31,9 @@ from lightning_zero.params.sliced import SlicedParameters, owner_of
 OTHERS_SETTINGS = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
 """While a model is built: transformers reads weights one after the other, instead of all ahead."""
 WRITE_WHEN_USED = (
-    "while a model is built at stage 3, values are only there while a parameter is used. Read it"
-    " from its module right before you write to it (module.weight, or a loop over"
-    " module.parameters()), not from a list that was made before."
+    "If this was a parameter: while a model is built at stage 3, values are only there while a"
+    " parameter is used. Read it from its module right before you write to it (module.weight, or a"
+    " loop over module.parameters()), not from a list that was made before."
 )
 
 

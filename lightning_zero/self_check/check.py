@@ -29,6 +29,7 @@ from lightning_zero import _compat
 from lightning_zero._compat import RemovableHandle
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.observe.watch import UNWATCHED, StepWatch
+from lightning_zero.optim.pieces import parameters_of
 from lightning_zero.self_check.average import PlainAverages
 from lightning_zero.self_check.copies import Copy, Owners, choose, partitioned
 from lightning_zero.self_check.findings import Findings, Kind, Report, merged, warning
@@ -78,25 +79,19 @@ class SelfCheck(StepWatch):
         trained = [copy for copy in self._copies.values() if copy.is_trained]
         self._averages = PlainAverages(trained, engine.table, self._owners, self._control)
         self._begin_copies(trained)
-        self._twins = {optimizer: Twin(optimizer, self._copies) for optimizer in optimizers}
-        self._steps = dict.fromkeys(optimizers, 0)
-        self._generations = dict.fromkeys(optimizers, -1)
+        self._twins: dict[Optimizer, Twin] = {}
+        self._steps: dict[Optimizer, int] = {}
+        self._generations: dict[Optimizer, int] = {}
         self._given: dict[Copy, Tensor] = {}
         self._misled: set[Copy] = set()
-        for optimizer, twin in self._twins.items():
-            twin.note_groups(optimizer)
-            take_states(twin, optimizer, engine)
+        self._trained_count = len(engine.table.place)
         self._handles: list[RemovableHandle] = []
+        self.is_over = False
+        """Whether nothing is watched any more."""
         for optimizer in optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+            self._follow(optimizer)
         self._kept = {index: b.times_kept for index, b in engine.coordinator.buckets.items()}
         engine.watch = engine.coordinator.watch = self
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing is watched any more."""
-        return not self._handles
 
     def finish(self) -> None:
         """Report what was compared so far, and watch no more; for all ranks to call."""
@@ -127,7 +122,7 @@ class SelfCheck(StepWatch):
             self._engine.watch = self._engine.coordinator.watch = UNWATCHED
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self.is_over = [], True
         self._averages.close()
         self._copies, self._twins, self._given = {}, {}, {}
         if self._findings.untold:
@@ -147,7 +142,7 @@ class SelfCheck(StepWatch):
         with torch.no_grad():
             for parameter in found.parameters:
                 copy = self._copies.get(parameter)
-                if copy is None:
+                if copy is None or self._has_thawed(copy):
                     continue
                 values, seen = copy.values(), copy.shaped(copy.seen)
                 if is_written and not torch.equal(values, seen):
@@ -157,13 +152,18 @@ class SelfCheck(StepWatch):
 
     def on_gradients(self, optimizer: Optimizer, generation: int) -> None:
         """See the base class."""
-        twin = self._twins.get(optimizer)
-        if twin is None or self._generations[optimizer] == generation:
+        if optimizer not in self._twins:
+            if not self._holds_parameters(optimizer):
+                return
+            self._follow(optimizer)  # it was not handed over, or later
+        twin = self._twins[optimizer]
+        if self._generations[optimizer] == generation:
             return
         if self._steps[optimizer] >= self._wanted_steps:
             self.finish()
             return
         self._generations[optimizer] = generation
+        self._drop_thawed()
         twin.note_groups(optimizer)
         with torch.no_grad():
             self._averages.settle(twin.copies())
@@ -198,7 +198,7 @@ class SelfCheck(StepWatch):
 
     def _before_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
         twin = self._twins.get(optimizer)
-        if twin is None or not self._is_in_step(optimizer):
+        if twin is None or self._holds_parameters(optimizer):
             return
         self._steps[optimizer] += 1
         twin.before_step(optimizer)
@@ -237,7 +237,7 @@ class SelfCheck(StepWatch):
 
     def _after_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
         twin = self._twins.get(optimizer)
-        if twin is None or not self._is_in_step(optimizer):
+        if twin is None or self._holds_parameters(optimizer):
             return
         twin.step(self._given, *args[1:], **options)
         self._given = {}
@@ -266,10 +266,29 @@ class SelfCheck(StepWatch):
                 for copy in frozen:
                     copy.begin(copy.flat(copy.values()))
 
-    def _is_in_step(self, optimizer: Optimizer) -> bool:
-        """Whether the engine runs this step: its groups name no parameters of the model."""
-        named = (p for group in optimizer.param_groups for p in group["params"])
-        return not any(p in self._engine.names for p in named)
+    def _follow(self, optimizer: Optimizer) -> None:
+        """Step the replica as this optimizer steps; for all ranks to call."""
+        twin = self._twins[optimizer] = Twin(optimizer, self._copies)
+        self._steps[optimizer], self._generations[optimizer] = 0, -1
+        twin.note_groups(optimizer)
+        take_states(twin, optimizer, self._engine)
+        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+
+    def _holds_parameters(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer names parameters of the model: not within a step of the engine."""
+        return any(parameter in self._engine.names for parameter in parameters_of(optimizer))
+
+    def _has_thawed(self, copy: Copy) -> bool:
+        """Whether a parameter has come into training since the check began."""
+        return not copy.is_trained and copy.parameter in self._engine.table
+
+    def _drop_thawed(self) -> None:
+        """What has come into training meanwhile has no copy of its state, and is left alone."""
+        if len(self._engine.table.place) > self._trained_count:
+            self._notes["parameters that came into training meanwhile are not compared"] = None
+        for copy in [copy for copy in self._copies.values() if self._has_thawed(copy)]:
+            del self._copies[copy.parameter]
 
     def _step_now(self, before: int = 1) -> int:
         return max(self._steps.values(), default=0) + before

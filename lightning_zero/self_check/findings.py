@@ -221,7 +221,7 @@ class Report:
             return f"all {self.total} parameters ({self.total_numel:,} elements)"
         share = self.watched_numel / max(self.total_numel, 1)
         return (
-            f"the first {len(self.watched)} of {self.total} parameters ({share:.1%} of the"
+            f"{len(self.watched)} of {self.total} parameters ({share:.1%} of the"
             f" elements, {self.watched[0]!r} to {self.watched[-1]!r})"
         )
 

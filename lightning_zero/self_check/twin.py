@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.consolidated import MASTER_KEY, local_states
 from lightning_zero.engine import ZeroEngine
+from lightning_zero.optim.pieces import parameters_of
 from lightning_zero.self_check.copies import Copy
 
 STEP_SETTINGS = ("grad_scale", "found_inf")
@@ -60,10 +61,7 @@ class Twin:
     def is_whole(self, optimizer: Optimizer) -> bool:
         """Whether the replica has all that the optimizer trains."""
         return all(
-            p in self._copies
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.requires_grad and p.numel()
+            p in self._copies for p in parameters_of(optimizer) if p.requires_grad and p.numel()
         )
 
     def before_step(self, optimizer: Optimizer) -> None:

@@ -62,6 +62,40 @@ def fit(strategy, how, **options):
     return module.losses, weights(module)
 
 
+class Scaled(Manual):
+    """Scales its losses itself, which needs gradients that are there."""
+
+    def __init__(self):
+        super().__init__("own")
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+
+    def backpropagated(self, batch):
+        self.manual_backward(self.scaler.scale(self.model(batch)))
+        self.scaler.step(self.own)
+
+
+def refused_scalers():
+    found = {}
+    for stage in SHARDED:
+        try:
+            trainer(ZeroStrategy(stage), 2).fit(Scaled())
+        except RuntimeError as error:
+            found[stage] = str(error)
+    return found
+
+
+def checked():
+    """A self-check sees raw steps, as any."""
+    found = {}
+    for stage in SHARDED:
+        found[stage] = []
+        for how in ("plain", "own"):
+            strategy = ZeroStrategy(stage, self_check=2)
+            trainer(strategy, 2).fit(Manual(how))
+            found[stage].append(strategy.self_check_report)
+    return found
+
+
 def every_way():
     found = {}
     for how in WAYS:
@@ -72,7 +106,7 @@ def every_way():
     masters = {stage: fit(ZeroStrategy(stage), "plain", precision="bf16-true") for stage in SHARDED}
     for stage, (losses, _) in masters.items():
         found["bf16", stage] = losses == masters[1][0]
-    return found, failures(), left_over()
+    return found, failures(), left_over(), refused_scalers(), checked()
 
 
 class Failing:
@@ -140,13 +174,13 @@ def ranks():
 @pytest.mark.parametrize("stage", SHARDED)
 @pytest.mark.parametrize("how", [*WAYS, "bf16"])
 def test_raw_step_trains_as_under_ddp_bit_for_bit(ranks, how, stage):
-    for found, _, _ in ranks:
+    for found, *_ in ranks:
         assert found[how, stage]
 
 
 @pytest.mark.parametrize("stage", SHARDED)
 def test_raw_step_that_raises_leaves_the_users_groups(ranks, stage):
-    for _, found, _ in ranks:
+    for _, found, *_ in ranks:
         said, is_named_again = found[stage]
         assert said[1:3] == ["stepped", "in the middle of a step"]
         assert "an earlier step of it has raised" in said[3]
@@ -155,11 +189,26 @@ def test_raw_step_that_raises_leaves_the_users_groups(ranks, stage):
 
 @pytest.mark.parametrize("stage", SHARDED)
 def test_optimizer_that_cannot_be_used_is_refused_in_its_raw_step(ranks, stage):
-    for _, found, _ in ranks:
+    for _, found, *_ in ranks:
         assert "LBFGS" in found[stage][0][0]
 
 
 def test_closed_and_forgotten_engines_leave_no_hook(ranks):
-    for _, _, (is_gone, hooks) in ranks:
+    for _, _, (is_gone, hooks), *_ in ranks:
         assert is_gone
         assert hooks == 0
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+def test_scaler_of_ones_own_is_an_error_that_says_what_to_do(ranks, stage):
+    for *_, found, _ in ranks:
+        assert "precision='16-mixed'), not with a GradScaler of your own" in found[stage]
+        assert ("parameter" in found[stage]) == (stage == 3)
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+def test_self_check_sees_raw_steps(ranks, stage):
+    for *_, found in ranks:
+        for report in found[stage]:
+            assert report.is_exact
+            assert report.steps == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import warnings
 import weakref
 from unittest import mock
@@ -96,6 +97,14 @@ class Writing(Language):
             self.model.norm.weight.add_(0.25)
 
 
+class Thawing(Language):
+    """A block comes into training before the second batch, and is frozen at first."""
+
+    def on_train_batch_start(self, batch, index):
+        if index == 1:
+            self.model.blocks[1].requires_grad_(True)
+
+
 class Injecting(Callback):
     """Does something wrong before the second batch."""
 
@@ -140,12 +149,13 @@ def right(folder):
         "plain": {s: fit(s, Language(steps=4, **tf), options=small) for s in STAGES},
         "unchecked": {s: fit(s, Language(steps=4, **tf), None, small) for s in STAGES},
         "tied": {s: fit(s, Language(steps=2, tied=True, frozen=True), 5) for s in SHARDED},
-        "branching": {s: fit(s, Branching(steps=4), options=small) for s in SHARDED},
+        "branching": {
+            s: fit(s, Branching(steps=4), options=small, **clipped(0.01, "value")) for s in SHARDED
+        },
         "writing": {s: fit(s, Writing(steps=4)) for s in SHARDED},
         "resumed": {s: resumed(s, folder) for s in SHARDED},
         "bf16": {s: fit(s, Language(steps=4), precision="bf16-true") for s in SHARDED},
         "fp16": {s: fit(s, Language(steps=4), precision="16-mixed") for s in SHARDED},
-        "value": {s: fit(s, Language(steps=4), **clipped(0.01, "value")) for s in SHARDED},
         "norm": {
             s: fit(s, Language(steps=8), **clipped(0.5, "norm"), accumulate_grad_batches=2)
             for s in SHARDED
@@ -162,6 +172,7 @@ def right(folder):
         },
         "players": {s: fit(s, Players(steps=7)) for s in SHARDED},
         "part": {s: in_part(s) for s in SHARDED},
+        "thawing": {s: fit(s, Thawing(steps=4, frozen=True)) for s in SHARDED},
     }
 
 
@@ -252,16 +263,33 @@ def in_a_bare_loop(stage):
     return check.report, is_gone and engine.coordinator.watch is UNWATCHED
 
 
+class Locked(torch.optim.SGD):
+    """Has an attribute that cannot be copied."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.lock = threading.Lock()
+
+
+def with_a_lock():
+    try:
+        fit(1, Language(lambda module: Locked(module.parameters(), lr=0.1)))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def on_two_ranks(folder):
     dist.init_process_group("gloo")
-    return right(folder) | wrong() | {"bare": {s: in_a_bare_loop(s) for s in SHARDED}}
+    bare = {s: in_a_bare_loop(s) for s in SHARDED}
+    return right(folder) | wrong() | {"bare": bare, "locked": with_a_lock()}
 
 
 def on_three_ranks():
     dist.init_process_group("gloo")
     options = {**clipped(0.5, "norm"), "accumulate_grad_batches": 2}
     return {
-        "three": {s: fit(s, Language(steps=4), options={"bucket_numel": 3000}) for s in STAGES},
+        "three": {s: fit(s, Language(steps=4), options={"bucket_numel": 3000}) for s in SHARDED},
         "three norm": {s: fit(s, Language(steps=8), **options) for s in SHARDED},
     }
 
@@ -306,7 +334,7 @@ def test_plain_training_is_equal_bit_for_bit_and_says_so(ranks, stage):
 
 
 @pytest.mark.parametrize("stage", SHARDED)
-@pytest.mark.parametrize("case", ["tied", "branching", "writing", "resumed", "bf16", "value"])
+@pytest.mark.parametrize("case", ["tied", "branching", "writing", "resumed", "bf16", "thawing"])
 def test_what_sums_in_one_order_is_equal_bit_for_bit(ranks, case, stage):
     for found in ranks:
         check_right(found[case][stage])
@@ -334,8 +362,16 @@ def test_large_model_is_watched_in_part(ranks, stage):
         check_right(found["part"][stage], 1e-6)
         report = found["part"][stage]["report"]
         assert 0 < report.watched_numel < report.total_numel / 2
-        assert f"the first {len(report.watched)} of 24 parameters" in str(report)
+        assert f"{len(report.watched)} of 24 parameters" in str(report)
         assert "the norm of gradients is the engine's" in str(report)
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+def test_what_comes_into_training_later_is_left_alone(ranks, stage):
+    for found in ranks:
+        report = found["thawing"][stage]["report"]
+        assert len(report.watched) == 18
+        assert "came into training meanwhile are not compared" in str(report)
 
 
 @pytest.mark.parametrize("stage", SHARDED)
@@ -406,6 +442,12 @@ def test_dropped_gradient_is_named(ranks, stage):
     assert report.faults[Kind.GRADIENTS].parameter == first
     assert f"{first!r} in step 1" in text
     assert report.largest[Kind.GRADIENTS].relative > 0.1
+
+
+def test_optimizer_that_cannot_be_copied_is_refused(ranks):
+    for found in ranks:
+        assert "self_check cannot copy Locked" in found["locked"]
+        assert "train without self_check" in found["locked"]
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "3"])
