@@ -105,17 +105,11 @@ class ZeroPrecision(Precision):
     def _is_taken(self, engine: ZeroEngine, trainer: pl.Trainer, optimizer: Optimizer) -> bool:
         """Whether an optimizer may step with the gradients it has; the same on all ranks."""
         where = engine.agreement.nonfinite(optimizer)
-        if not where:
-            self.nonfinite_steps.end_row(optimizer)
-            return True
-        action = self.on_nonfinite
-        text = self.nonfinite_steps.taken(optimizer, trainer.global_step, where, action)
-        self._log(trainer, "zero/nonfinite_steps")
-        if action == "error":
-            raise RuntimeError(text)
-        if text:  # on every rank: each rank's log says why it trains no more
-            warnings.warn(text, stacklevel=2)
-        return action == "step"
+        step, steps = trainer.global_step, self.nonfinite_steps
+        is_taken = steps.is_taken(optimizer, step, where, self.on_nonfinite)
+        if where:
+            self._log(trainer, "zero/nonfinite_steps")
+        return is_taken
 
     def _log(self, trainer: pl.Trainer, metric: str) -> None:
         for logger in trainer.loggers:
@@ -134,13 +128,13 @@ class ZeroPrecision(Precision):
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        plain = _compat.plain_optimizer(optimizer)
-        self._ready_engine().clip_grad_norm_(plain, float(clip_val))
+        engine = self._ready_engine()
+        engine.clip_grad_norm_(_compat.plain_optimizer(optimizer), float(clip_val))
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        plain = _compat.plain_optimizer(optimizer)
-        self._ready_engine().clip_grad_value_(plain, float(clip_val))
+        engine = self._ready_engine()
+        engine.clip_grad_value_(_compat.plain_optimizer(optimizer), float(clip_val))
 
     def _ready_engine(self) -> ZeroEngine:
         if self.engine is None:

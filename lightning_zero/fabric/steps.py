@@ -73,15 +73,7 @@ class StepGuard:
             self.unscale(plugin, engine, optimizer)
             return True
         where = engine.agreement.nonfinite(optimizer)
-        if not where:
-            self.nonfinite.end_row(optimizer)
-            return True
-        text = self.nonfinite.taken(optimizer, number, where, self._action)
-        if self._action == "error":
-            raise RuntimeError(text)
-        if text:
-            warnings.warn(text, stacklevel=2)
-        return self._action == "step"
+        return self.nonfinite.is_taken(optimizer, number, where, self._action)
 
 
 def _scaler(plugin: Precision) -> torch.amp.GradScaler | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ class NonfiniteGradients:
         return bool(self.names)
 
     def __str__(self) -> str:
+        if not self:
+            return "nowhere"
         plural = "s" if len(self.ranks) > 1 else ""
         ranks = f"on rank{plural} {', '.join(map(str, self.ranks))}"
         return f"{ranks if self.ranks else 'in a sum of finite gradients'}, in {some(self.names)}"
@@ -65,10 +68,36 @@ class NonfiniteSteps:
         number = self._in_a_row[optimizer] = self.in_a_row(optimizer) + 1
         return number % LOUD_AFTER == 0 and _is_power_of_ten(number // LOUD_AFTER)
 
+    def is_taken(
+        self, optimizer: Optimizer, step: int, where: NonfiniteGradients, action: OnNonfinite
+    ) -> bool:
+        """Whether a step without loss scaling goes ahead; warns if it is time to.
+
+        Every rank warns: each rank's log says why it trains no more.
+
+        Args:
+            optimizer: The optimizer.
+            step: Number of the optimizer step.
+            where: Where its gradients are not finite, if they are not.
+            action: What happens then.
+
+        Raises:
+            RuntimeError: They are not finite, and that is an error.
+        """
+        if not where:
+            self.end_row(optimizer)
+            return True
+        text = self.taken(optimizer, step, where, action)
+        if action == "error":
+            raise RuntimeError(text)
+        if text:
+            warnings.warn(text, stacklevel=3)
+        return action == "step"
+
     def taken(
         self, optimizer: Optimizer, step: int, where: NonfiniteGradients, action: OnNonfinite
     ) -> str:
-        """Note a step without loss scaling.
+        """Note a step without loss scaling whose gradients are not finite.
 
         Args:
             optimizer: The optimizer.

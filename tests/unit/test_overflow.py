@@ -77,6 +77,7 @@ def test_the_sum_may_overflow_on_no_rank_alone():
     assert str(NonfiniteGradients((), ("a",))) == "in a sum of finite gradients, in a"
     assert str(NonfiniteGradients((0, 3), ("a",))) == "on ranks 0, 3, in a"
     assert not NonfiniteGradients((0,))
+    assert str(NonfiniteGradients()) == "nowhere"
 
 
 def test_a_loss_scale_that_has_vanished_ends_the_run():
