@@ -143,7 +143,9 @@ def _twin(
     """
     twin = copy.copy(optimizer)
     for name, value in vars(optimizer).items():  # a copy of an optimizer loses its own attributes
-        vars(twin).setdefault(name, value)
+        is_replaced_method = callable(value) and hasattr(type(optimizer), name)
+        if not is_replaced_method:  # by a scheduler: it would step the user's optimizer
+            vars(twin).setdefault(name, value)
     group = {key: copy.deepcopy(value) for key, value in options.items() if key != "params"}
     if "lr" in group:
         lr = group["lr"]

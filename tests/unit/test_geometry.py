@@ -192,3 +192,15 @@ def test_learning_rate_that_a_warmup_has_set_to_nothing_hides_no_norm(lr, as_ten
     optimizer = Normalized(parameters(), lr=torch.tensor(lr) if as_tensor else lr)
     assert not is_elementwise(optimizer)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(lr)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(Normalized, False), (Sign, True)])
+def test_trial_with_a_scheduler_steps_what_is_tried_and_not_the_optimizer(kind, expected):
+    """A scheduler replaces `step` of the optimizer by one that is bound to it."""
+    weight = parameters()
+    weight[0].grad = torch.ones_like(weight[0])
+    before = weight[0].detach().clone()
+    optimizer = kind(weight)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    assert is_elementwise(optimizer) is expected
+    assert torch.equal(weight[0], before)
