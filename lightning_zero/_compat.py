@@ -13,6 +13,8 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle as RemovableHandle
 
+T = TypeVar("T")
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -117,6 +119,18 @@ def tensor_users(tensor: torch.Tensor) -> int:
     """Python as one, and graphs and views, that hold a tensor itself."""
     untyped: Any = tensor
     return int(untyped._use_count())
+
+
+def unprofiled(function: Callable[..., T], *args: Any) -> T:
+    """Call a function that torch's profiler is not to record.
+
+    A transfer that is recorded when it begins and ends under a later profile crashes the process.
+    """
+    torch._C._autograd._enable_record_function(False)
+    try:
+        return function(*args)
+    finally:
+        torch._C._autograd._enable_record_function(True)
 
 
 def source_rank(work: Any) -> int:
