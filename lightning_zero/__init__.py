@@ -26,6 +26,7 @@ from lightning_zero.engine import ZeroEngine
 from lightning_zero.params.bucket import ParamStatus
 from lightning_zero.plan.prefetch import PrefetchOptions
 from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.summary import ZeroModelSummary
 
 ZeroStrategy.register_strategies(StrategyRegistry)
 fabric.ZeroStrategy.register_strategies(STRATEGY_REGISTRY)
@@ -36,6 +37,7 @@ __all__ = [
     "ShardGroups",
     "ZeroEMA",
     "ZeroEngine",
+    "ZeroModelSummary",
     "ZeroOptions",
     "ZeroStrategy",
     "__version__",

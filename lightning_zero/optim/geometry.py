@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import defaultdict
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 ELEMENTWISE = frozenset(
@@ -108,6 +109,32 @@ def is_elementwise(optimizer: Optimizer) -> bool:
         return False
 
 
+def state_nbytes_per_element(
+    optimizer: Optimizer, options: dict[str, Any], dtype: torch.dtype
+) -> float | None:
+    """Bytes of state that an optimizer is going to have for each element of a parameter.
+
+    Args:
+        optimizer: The optimizer; a twin of it is tried on a small matrix.
+        options: The options of one of its groups.
+        dtype: Dtype of what it steps.
+
+    Returns:
+        None where that depends on the shape of the parameter, or the trial fails.
+    """
+    weight = nn.Parameter(torch.ones(4, 6, dtype=dtype))
+    try:
+        twin = _twin(optimizer, options, [weight])
+        weight.grad = torch.ones_like(weight)
+        twin.step()
+        states = [v for v in twin.state[weight].values() if isinstance(v, Tensor) and v.dim()]
+    except Exception:  # what it has is seen when it has stepped
+        return None
+    if any(state.shape != weight.shape for state in states):
+        return None
+    return sum(state.nbytes for state in states) / weight.numel()
+
+
 def _requires_closure(optimizer: Optimizer) -> bool:
     parameters = list(inspect.signature(type(optimizer).step).parameters.values())
     closure = next((p for p in parameters if p.name == "closure"), None)
@@ -135,7 +162,7 @@ def _steps_slices_alike(optimizer: Optimizer) -> bool:
 
 
 def _twin(
-    optimizer: Optimizer, options: dict[str, object], parameters: list[nn.Parameter]
+    optimizer: Optimizer, options: dict[str, Any], parameters: list[nn.Parameter]
 ) -> Optimizer:
     """An optimizer with the same settings over other parameters, none of its state shared.
 

@@ -13,7 +13,7 @@ FILES = sorted(trees())
 # A file may import from its own level and from those below it; a level is one room.
 LEVELS = [
     ("__init__.py",),
-    ("averaging.py",),
+    ("averaging.py", "summary.py"),
     ("strategy.py", "fabric/"),
     ("checkpointing.py",),
     ("checks.py",),
@@ -25,6 +25,7 @@ LEVELS = [
     ("scaling.py", "direct_loads.py"),
     ("formats.py",),
     ("self_check/",),
+    ("shares.py",),
     ("engine.py",),
     ("trained.py",),
     ("held.py", "trained_set.py", "whole.py"),
@@ -46,6 +47,7 @@ LEVELS = [
 SAYS_LIGHTNING = {
     "__init__.py",
     "averaging.py",
+    "summary.py",
     "strategy.py",
     "checkpointing.py",
     "fabric/strategy.py",

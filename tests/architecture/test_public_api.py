@@ -65,6 +65,7 @@ def test_package_exports_these_names():
         "ShardGroups",
         "ZeroEMA",
         "ZeroEngine",
+        "ZeroModelSummary",
         "ZeroOptions",
         "ZeroStrategy",
         "__version__",
