@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, Wei
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_avg_fn, get_swa_avg_fn
 from typing_extensions import override
 
@@ -159,6 +160,13 @@ class ZeroEMA(Callback):
         self._latest_step = trainer.global_step
         if self._from_initial_weights and average.n_averaged == 0:
             self._update(trainer)
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        average = self._ready(trainer)  # what was frozen so far has been what it is
+        average.join({p: piece.tensor for p, piece in _engine_of(trainer).trained.pieces().items()})
 
     @override
     def on_train_batch_end(

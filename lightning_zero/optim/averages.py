@@ -34,6 +34,16 @@ class RunningAverage(Generic[K]):
         self.values: dict[K, Tensor] = {}
         """The averages, fp32 or more precise."""
 
+    def join(self, present: Mapping[K, Tensor]) -> None:
+        """Begin averages of what is new, as if it had been what it is now all the time.
+
+        Args:
+            present: Floating tensors, before they change for the first time.
+        """
+        for key, value in present.items():
+            if self.n_averaged and key not in self.values:
+                self.values[key] = value.detach().to(averaged_dtype(value.dtype), copy=True)
+
     def update(self, present: Mapping[K, Tensor]) -> None:
         """Take in one more value of each tensor; the first one is the average itself.
 

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     Callback,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -377,6 +378,39 @@ def test_numbers_by_hand(options, expected):
     module = Falling()
     trainer(ZeroStrategy(3), 1, callbacks=[ZeroEMA(0.5, **options)]).fit(module)
     assert module.w.item() == expected
+
+
+class Thawing(BaseFinetuning):
+    def freeze_before_training(self, module: pl.LightningModule) -> None:
+        self.freeze(module.other)
+
+    def finetune_function(self, module: pl.LightningModule, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.other, optimizer, lr=0.5)
+
+
+class Thawed(Falling):
+    """v is 1, 1, 0.5, 0: frozen in the first of two epochs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(self.other.weight)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return super().training_step(batch, index) + self.other(batch).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([self.w], lr=0.5)
+
+
+@pytest.mark.parametrize("strategy", ["auto", ZeroStrategy(1), ZeroStrategy(3)])
+def test_what_is_unfrozen_is_averaged_as_under_ddp(strategy):
+    module = Thawed()
+    average = stock(get_ema_avg_fn(0.5)) if strategy == "auto" else ZeroEMA(0.5)
+    callbacks = [Thawing(), average]
+    trainer(strategy, 1, callbacks=callbacks, max_epochs=2).fit(module)
+    assert (module.w.item(), module.other.weight.item()) == (-0.5625, 0.375)
 
 
 def test_no_update_leaves_the_weights_and_says_so():
