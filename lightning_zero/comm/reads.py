@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero import _compat
+from lightning_zero._compat import unprofiled
 from lightning_zero.comm.api import Collectives, Done, Handle
 
 UNANSWERED_TIMEOUT = timedelta(days=365)
@@ -252,9 +253,7 @@ class MessageReads(ShardReads):
         works = []
         for peer in self._peers:
             with _from(peer):
-                works.append(
-                    (peer, _compat.unprofiled(self._group.recv, [landing[peer]], peer, tag))
-                )
+                works.append((peer, unprofiled(self._group.recv, [landing[peer]], peer, tag)))
         for peer in () if is_offered else self._peers:
             with _from(peer):
                 self._send(peer, torch.tensor([_READ, key, self._version, tag, 0]))
@@ -312,9 +311,7 @@ class MessageReads(ShardReads):
             for request in early:
                 self._answer(request)
             self._offers = [
-                _compat.unprofiled(
-                    self._group.send, [self._shards[key]], peer, _offer_tag(key, place)
-                )
+                unprofiled(self._group.send, [self._shards[key]], peer, _offer_tag(key, place))
                 for key, count in self._offered.items()
                 for place in range(count)
                 for peer in self._peers
@@ -337,11 +334,9 @@ class MessageReads(ShardReads):
         """Receive and drop what was offered to this rank and not read."""
         for key, count in self._offered.items():
             shard = self._shards[key]
-            for place in range(self._counts[key], count):
+            for tag in (_offer_tag(key, place) for place in range(self._counts[key], count)):
                 for peer in self._peers:
-                    work = _compat.unprofiled(
-                        self._group.recv, [torch.empty_like(shard)], peer, _offer_tag(key, place)
-                    )
+                    work = unprofiled(self._group.recv, [torch.empty_like(shard)], peer, tag)
                     with _from(peer):
                         work.wait(self._timeout)
 
@@ -368,7 +363,7 @@ class MessageReads(ShardReads):
             while True:
                 # The group's own methods: each call that lets go of the interpreter's lock may
                 # have to wait for it again, while the main thread waits for this one's.
-                work = _compat.unprofiled(self._group.recv_anysource, [message], _REQUEST_TAG)
+                work = unprofiled(self._group.recv_anysource, [message], _REQUEST_TAG)
                 work.wait()
                 kind, first, version, last, digest = message.tolist()
                 peer = _compat.source_rank(work)
@@ -394,11 +389,11 @@ class MessageReads(ShardReads):
             return
         self.sent_nbytes += shard.nbytes
         shard = shard if shard.device.type == "cpu" else shard.cpu()
-        work = _compat.unprofiled(self._group.send, [shard], request.peer, request.tag)
+        work = unprofiled(self._group.send, [shard], request.peer, request.tag)
         self._answers.append((work, shard))
 
     def _send(self, peer: int, message: Tensor) -> None:
-        work = _compat.unprofiled(self._group.send, [message], peer, _REQUEST_TAG)
+        work = unprofiled(self._group.send, [message], peer, _REQUEST_TAG)
         self._messages.append((work, message))
         if len(self._messages) > MAX_UNCHECKED_MESSAGES:  # it has arrived long before that
             self._messages.popleft()[0].wait(self._timeout)
