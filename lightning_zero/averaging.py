@@ -276,17 +276,22 @@ class ZeroEMA(Callback):
             raise AssertionError("ZeroEMA has not been set up")
         saved, self._saved = self._saved, None
         if saved is not None:
-            engine = _engine_of(trainer)
-            self._pieces.n_averaged = self._buffers.n_averaged = saved.n_averaged
-            self._pieces.values = _cut_for(engine, saved) if saved.n_averaged else {}
-            self._buffers.values = {
-                name: saved.state[plain_name(name)].to(
-                    buffer.device, averaged_dtype(buffer.dtype), copy=True
-                )
-                for name, buffer in _float_buffers(engine.module).items()
-                if self._use_buffers and saved.n_averaged and plain_name(name) in saved.state
-            }
+            with torch.inference_mode(False):  # an evaluation may be the first to ask
+                self._take(saved, self._pieces, _engine_of(trainer))
         return self._pieces
+
+    def _take(
+        self, saved: _Saved, pieces: RunningAverage[nn.Parameter], engine: ZeroEngine
+    ) -> None:
+        pieces.n_averaged = self._buffers.n_averaged = saved.n_averaged
+        pieces.values = _cut_for(engine, saved) if saved.n_averaged else {}
+        self._buffers.values = {
+            name: saved.state[plain_name(name)].to(
+                buffer.device, averaged_dtype(buffer.dtype), copy=True
+            )
+            for name, buffer in _float_buffers(engine.module).items()
+            if self._use_buffers and saved.n_averaged and plain_name(name) in saved.state
+        }
 
     def _update(self, trainer: pl.Trainer) -> None:
         engine = _engine_of(trainer)
