@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Literal
 
 from lightning.fabric.plugins.precision import HalfPrecision
@@ -29,7 +30,10 @@ class ZeroHalfPrecision(HalfPrecision):
     ) -> None:
         super().__init__(precision)
         self._keep_fp32 = keep_fp32
-        self._casts: MutableMapping[nn.Module, CastsAround] = weakref.WeakKeyDictionary()
+
+    @cached_property
+    def _casts(self) -> MutableMapping[nn.Module, CastsAround]:
+        return weakref.WeakKeyDictionary()  # which cannot go to spawned ranks
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:

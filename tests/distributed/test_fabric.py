@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import sys
 import traceback
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.plugins.precision import FSDPPrecision, MixedPrecision
+from lightning.fabric.plugins.precision import FSDPPrecision, HalfPrecision, MixedPrecision
 from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 
@@ -28,6 +30,7 @@ from tests.helpers.models import (
     two_groups,
     weights,
 )
+from tests.helpers.programs import run
 from tests.helpers.spawn import run_ranks
 
 STAGES = (0, 1, 2, 3)
@@ -820,3 +823,38 @@ def test_parts_of_files_are_saved_and_loaded(results):
         assert "has no ['x']" in found.pop("strict key")
         assert "blocks.0.norm.weight" in found.pop("strict names")
         assert all(value is True for value in found.values()), found
+
+
+SCRIPT = """
+import sys
+
+import torch
+from lightning.fabric import Fabric
+
+import lightning_zero  # registers the name
+
+fabric = Fabric(accelerator="cpu", devices=2, strategy="zero_stage_3")
+fabric.launch()
+module = torch.nn.Linear(3, 3)
+model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
+fabric.backward(model(torch.full((1, 3), float(fabric.global_rank))).sum())
+before = model.state_dict()["weight"].clone()
+optimizer.step()
+fabric.save(sys.argv[1], {"model": model, "before": before})
+"""
+
+
+def test_script_starts_by_name_and_ends_by_itself(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    run([sys.executable, str(script), str(tmp_path / "file")], tmp_path / "log", timeout_s=100)
+    file = torch.load(tmp_path / "file")
+    moved = file["before"] - file["model"]["weight"]
+    assert torch.allclose(moved, torch.full((3, 3), 0.5))  # the mean of inputs of 0 and 1
+
+
+def test_strategy_goes_to_spawned_ranks():
+    options = {"checkpoint": "sharded", "keep_fp32": ["norm"], "precision": HalfPrecision()}
+    sent = pickle.loads(pickle.dumps(ZeroStrategy(2, start_method="spawn", **options)))
+    assert sent.options.stage == 2
+    assert sent.precision.precision == "16-true"
