@@ -82,6 +82,12 @@ def every_step(user):
     return {"told": user.said("skipped|overflow|not finite") > 0}
 
 
+@CASES("A18", error="loss scale", timeout_s=8)
+def scale_vanishes(user):
+    """When the scale has been halved to nothing, the run ends with an error on all ranks."""
+    return user.fit(poisoned(200, range(200)), **scaled(2.0**-100))
+
+
 # A19: dtypes.
 
 
