@@ -93,7 +93,7 @@ def activations(user):
 for name, options in {
     "offload_optimizer": {"offload_optimizer": "cpu"},
     "offload_parameters": {"offload_parameters": "cpu"},
-    "offload_to_a_folder": {"nvme_path": "/tmp"},
+    "offload_to_a_folder": {"nvme_path": "states"},
 }.items():
     CASES.not_offered("A31", name, f"States kept elsewhere: {next(iter(options))}", **options)
 for name, title in {
