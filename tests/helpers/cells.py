@@ -225,10 +225,15 @@ class Outcomes:
         check(self.cases.by_id[name], stage, self.found[cell], self.found.get((name, None), ()))
 
 
-def every_cell(cases: Cases) -> Any:
-    """Decorator: one test for each cell, with the arguments ``outcomes`` and ``cell``."""
+def every_cell(cases: Cases) -> Callable[[Any], Any]:
+    """Decorator: one test for each cell, with the arguments ``outcomes`` and ``cell``.
+
+    All cells run before the first test. Each has a limit of its own, see ``Case.limit_s``, so the
+    limit of a test is not for their sum.
+    """
     names = [f"{name}-{stage}" for name, stage in cases.cells]
-    return pytest.mark.parametrize("cell", cases.cells, ids=names)
+    every = pytest.mark.parametrize("cell", cases.cells, ids=names)
+    return lambda test: pytest.mark.timeout(func_only=True)(every(test))
 
 
 CLEAR_ERRORS = {"RuntimeError", "ValueError", "TypeError", "MisconfigurationException"}
