@@ -11,6 +11,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
+WORKERS ?= 2
 SOURCES := lightning_zero recipes tests conf cuda
 
 .DEFAULT_GOAL := help
@@ -43,9 +44,10 @@ format: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# One thread a rank: the tests start several ranks on few cores.
+# One thread a rank: the tests start several ranks on few cores. Two files of tests at a time: ranks
+# wait for each other, and for what a test makes fail, more than they compute.
 coverage: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --cov --cov-report=term --cov-fail-under=90 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --cov --cov-report=term --cov-fail-under=90 $(ARGS)
 
 # Writes the README's table of checkpoints and their readers.
 restore-matrix: $(STAMP)
