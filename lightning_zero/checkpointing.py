@@ -59,6 +59,7 @@ class CheckpointingStrategy(DDPStrategy):
         self._engine: ZeroEngine | None = None
         self._optimizer_engine: ZeroEngine | None = None
         self._groups: ShardGroups | None = None
+        self._rested_nbytes = 0
         super().__init__(checkpoint_io=checkpoint_io, **options)
 
     @property
@@ -199,6 +200,13 @@ class CheckpointingStrategy(DDPStrategy):
         """The groups of ranks; to be called on all ranks, the first time."""
         self._groups = self._groups or ShardGroups.create(self._timeout)
         return self._groups
+
+    def _let_groups_rest(self) -> None:
+        """A run has ended, on all ranks; whoever needs groups next takes them again."""
+        groups, self._groups = self._groups, None
+        if groups is not None:
+            self._rested_nbytes += groups.sent_nbytes
+            groups.rest()
 
     def _failing_together(self, what: str) -> AbstractContextManager[None]:
         """An error of one rank inside is raised on all of them, if they are connected."""

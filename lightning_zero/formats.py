@@ -200,9 +200,7 @@ class ShardedForm(CheckpointForm):
 
     def finish(self, timeout: timedelta | None = None) -> None:
         """See the base class."""
-        saves = self._saves
-        if timeout is not None:
-            self._saves = None  # ranks may have stopped at different calls of its groups
+        saves, self._saves = self._saves, None  # its groups may come to rest
         if saves is not None:
             saves.wait(timeout)
 

@@ -311,13 +311,13 @@ class ZeroStrategy(CheckpointingStrategy):
         self._self_checks.close()
         engine, self._engine = self._engine, None
         module = self.lightning_module
-        is_broken = False
+        trainer = None if module is None else _compat.trainer_of(module)
+        is_broken = trainer is None or trainer.state.status == TrainerStatus.INTERRUPTED
+        if is_broken:
+            self._groups = None  # ranks may have stopped at different calls of these
         if engine is not None:
-            trainer = None if module is None else _compat.trainer_of(module)
-            is_broken = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
             if is_broken:
                 engine.abandon()  # other ranks may be gone: nothing may wait for them
-                self._groups = None  # ranks may have stopped at different calls of these
             else:
                 engine.close()
         if isinstance(self._precision_plugin, ZeroPrecision):
@@ -329,6 +329,7 @@ class ZeroStrategy(CheckpointingStrategy):
             if not is_broken:
                 raise
             rank_zero_warn(str(error))  # the error that ended the run is the one to raise
+        self._let_groups_rest()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -431,8 +432,9 @@ class ZeroStrategy(CheckpointingStrategy):
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes that this rank has sent for gradients and parameters since the groups were made."""
-        return 0 if self._groups is None else self._groups.sent_nbytes
+        """Bytes that this rank has sent for gradients and parameters in all runs so far."""
+        now = 0 if self._groups is None else self._groups.sent_nbytes
+        return self._rested_nbytes + now
 
     @property
     def trace_counts(self) -> dict[str, float]:

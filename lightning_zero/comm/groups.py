@@ -2,11 +2,18 @@
 
 Every room gets a group of its own, so that its transfers never interleave with Lightning's own
 calls, with torchmetrics or with user code on the default group, nor with those of another room.
+
+[Note: groups at rest]
+A group of gloo keeps threads, one of which wakes a hundred times a second, and NCCL keeps memory.
+So a process that trains again and again, with a strategy for each run, uses its groups again: who
+has done with them lets them rest, on all ranks at the same point of the program, and who needs some
+takes the ones that came to rest last.
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -41,10 +48,12 @@ class ShardGroups:
         self._timeout = timeout
         self._reads: ShardReads | None = None
         self._background: ProcessGroup | None = None
+        self._key: _Key | None = None
+        self._sent_before = 0
 
     @classmethod
     def create(cls, timeout: timedelta | None = None) -> ShardGroups:
-        """Make the groups over all ranks of the default group; to be called on all ranks.
+        """The groups over all ranks of the default group; to be called on all ranks.
 
         Args:
             timeout: Longest wait for the other ranks in any transfer; None for the default group's,
@@ -54,10 +63,34 @@ class ShardGroups:
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             one = choose_collectives(None)
             return cls(one, one, one, waits)
-        first, second, third = (dist.new_group(timeout=timeout) for _ in range(3))
-        return cls(
-            choose_collectives(first), choose_collectives(second), choose_collectives(third), waits
-        )
+        key = _Key(dist.group.WORLD, timeout)
+        groups = _taken_from_rest(key)
+        if groups is None:
+            first, second, third = (dist.new_group(timeout=timeout) for _ in range(3))
+            groups = cls(
+                choose_collectives(first),
+                choose_collectives(second),
+                choose_collectives(third),
+                waits,
+            )
+        groups._key = key
+        groups._sent_before += groups.sent_nbytes
+        return groups
+
+    def rest(self) -> None:
+        """Let others use these groups; see [Note: groups at rest].
+
+        For all ranks to call at the same point, when the engine that used them is closed and
+        nothing is under way. This object is not to be used any more.
+        """
+        key, self._key = self._key, None
+        if key is not None:
+            _resting.append((key, self._twin()))
+
+    def _twin(self) -> ShardGroups:
+        twin = ShardGroups(self.gradients, self.parameters, self.control, self._timeout)
+        twin._reads, twin._background = self._reads, self._background
+        return twin
 
     def reads(self, gather_by: str = "auto") -> ShardReads:
         """How sharded parameters come together; to be called on all ranks.
@@ -96,4 +129,26 @@ class ShardGroups:
     def sent_nbytes(self) -> int:
         """Bytes that this rank has sent for gradients and parameters."""
         read = 0 if self._reads is None else self._reads.sent_nbytes
-        return self.gradients.sent_nbytes + self.parameters.sent_nbytes + read
+        total = self.gradients.sent_nbytes + self.parameters.sent_nbytes + read
+        return total - self._sent_before
+
+
+class _Key(NamedTuple):
+    """Groups of which kind."""
+
+    world: ProcessGroup | None
+    """The default group that they were made in."""
+    timeout: timedelta | None
+    """As given to :meth:`ShardGroups.create`."""
+
+
+_resting: list[tuple[_Key, ShardGroups]] = []
+
+
+def _taken_from_rest(key: _Key) -> ShardGroups | None:
+    """Groups that came to rest last; those of a default group that is gone are forgotten."""
+    _resting[:] = [(known, groups) for known, groups in _resting if known.world is key.world]
+    for place in reversed(range(len(_resting))):
+        if _resting[place][0] == key:
+            return _resting.pop(place)[1]
+    return None

@@ -284,6 +284,7 @@ class ZeroStrategy(CheckpointingStrategy):
         """
         model = self._model(module)
         model.close()
+        model.engine.groups.rest()
         if isinstance(self.precision, ZeroHalfPrecision):
             self.precision.release(model.module)
         for optimizer in model.engine.optimizers:
