@@ -285,7 +285,7 @@ class Campaign:
             yield processes
         finally:
             for process in processes:
-                spawn._end(process)
+                spawn.end_rank(process)
 
     def _wait_for_the_moment(self, place: Path) -> None:
         """Until a step, then at any time or as soon as a save is seen."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -85,11 +87,16 @@ def try_ranks(
         return [outcome[0] for outcome in outcomes if outcome is not None]
 
 
+_ports = random.Random(f"{os.getpid()} {time.time_ns()}")  # tests of two processes draw at once
+
+
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on now, from below those that connections are given."""
+    while True:
+        port = _ports.randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def _rank_main(
