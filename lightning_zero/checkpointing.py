@@ -19,14 +19,14 @@ from typing_extensions import override
 
 from lightning_zero import _compat
 from lightning_zero.checkpoint import sharded
-from lightning_zero.checkpoint.files import ZeroCheckpointIO, failing_together
+from lightning_zero.checkpoint.files import failing_together, usable_io
 from lightning_zero.checkpoint.names import frozen_names, plain_name, with_names_of
 from lightning_zero.checkpoint.restored import RestoreWarning, told_of_count
 from lightning_zero.checkpoint.stored import loaded, read_when_loaded
-from lightning_zero.checks import check_form, reads_whole_weights
+from lightning_zero.checks import check_form, check_storage_options, reads_whole_weights
 from lightning_zero.comm import ShardGroups
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.formats import CheckpointForm, ConsolidatedForm, ShardedForm
+from lightning_zero.formats import form_of
 from lightning_zero.params.sliced import opened
 
 WEIGHTS = ("state_dict", "current_model_state")
@@ -53,9 +53,7 @@ class CheckpointingStrategy(DDPStrategy):
         check_form(checkpoint, checkpoint_io)
         self._checkpoint = checkpoint
         self._excludes_frozen = exclude_frozen_parameters
-        self._form: CheckpointForm = (
-            ShardedForm(self._shard_groups) if checkpoint == "sharded" else ConsolidatedForm()
-        )
+        self._form = form_of(checkpoint, self._shard_groups)
         self._engine: ZeroEngine | None = None
         self._optimizer_engine: ZeroEngine | None = None
         self._groups: ShardGroups | None = None
@@ -65,10 +63,7 @@ class CheckpointingStrategy(DDPStrategy):
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = ZeroCheckpointIO()
-        else:
-            _compat.give_inner_io(self._checkpoint_io, ZeroCheckpointIO())
+        self._checkpoint_io = usable_io(self._checkpoint_io)
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -128,10 +123,7 @@ class CheckpointingStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        if storage_options is not None and self._checkpoint == "sharded":
-            raise ValueError(
-                "storage_options have no effect with checkpoint='sharded': remove them"
-            )
+        check_storage_options(self._checkpoint, storage_options)
         write = partial(super().save_checkpoint, filepath=filepath, storage_options=storage_options)
         path = os.fspath(filepath)
 

@@ -7,9 +7,11 @@ from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero import _compat
 from lightning_zero.checkpoint.files import ZeroCheckpointIO
+from lightning_zero.engine import ZeroEngine
 
 
 def check_form(form: str, checkpoint_io: CheckpointIO | None) -> None:
@@ -95,4 +97,23 @@ def check_started_ranks(
             f"the Trainer expects {wanted} rank(s) (devices={num_processes} x"
             f" num_nodes={num_nodes}), but {started} were started (WORLD_SIZE={started})."
             " Make the two numbers equal."
+        )
+
+
+def check_storage_options(form: str, storage_options: Any | None) -> None:
+    """Whether options for a file system have an effect with a form of checkpoints.
+
+    Raises:
+        ValueError: They have none.
+    """
+    if storage_options is not None and form == "sharded":
+        raise ValueError("storage_options have no effect with checkpoint='sharded': remove them")
+
+
+def warn_of_idle_masters(engine: ZeroEngine) -> None:
+    """Say so where fp32 master weights were asked for, and none are needed."""
+    if engine.options.master_weights and not any(m.has_copy for m in engine.table.masters):
+        rank_zero_warn(
+            "ZeroStrategy(master_weights=True) has no effect: all trained parameters are fp32"
+            " already, so the optimizer steps them directly."
         )

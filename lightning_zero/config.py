@@ -217,6 +217,24 @@ def on_nonfinite_of(value: str) -> OnNonfinite:
     raise ValueError(f"nonfinite_gradients must be 'step', 'skip' or 'error', got {value!r}")
 
 
+def register_stages(strategy: Any, registry: Any) -> None:
+    """Register a strategy's stages by their names, ``zero_stage_1`` and so on.
+
+    Args:
+        strategy: The class.
+        registry: One of Lightning's two.
+    """
+    module = strategy.__module__.removesuffix(".strategy")
+    for stage in (1, 2, 3):
+        registry.register(
+            f"zero_stage_{stage}",
+            strategy,
+            description=f"ZeRO stage {stage}, see {module}.{strategy.__name__}",
+            override=True,
+            stage=stage,
+        )
+
+
 def start_method_of(value: str) -> StartMethod:
     """A way to start ranks.
 

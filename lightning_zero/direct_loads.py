@@ -6,7 +6,7 @@ part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.optim.pieces import parameters_of
+from lightning_zero.prefetch.hooks import Hook
 
 
 class DirectLoads:
@@ -28,8 +29,8 @@ class DirectLoads:
         self._scope = ExitStack()
         module: Any = engine.module  # the methods have no types
         self._handles: list[Any] = [
-            module.register_load_state_dict_pre_hook(_Hook(self._enter)),
-            module.register_load_state_dict_post_hook(_Hook(self.leave)),
+            module.register_load_state_dict_pre_hook(Hook(self._enter)),
+            module.register_load_state_dict_post_hook(Hook(self.leave)),
         ]
         self.watch(engine.optimizers)
 
@@ -77,20 +78,3 @@ class _FullStates:
         given, self._given = self._given, None
         if given is not None:
             self._engine.load_optimizer_state_dict(optimizer, dict(given))
-
-
-class _Hook:
-    """A hook that a deep copy or a pickle of the module loses."""
-
-    def __init__(self, run: Callable[[], None] | None) -> None:
-        self._run = run
-
-    def __call__(self, *_: Any) -> None:
-        if self._run is not None:
-            self._run()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return _Hook(None)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_Hook, (None,))

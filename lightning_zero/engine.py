@@ -161,9 +161,10 @@ class ZeroEngine:
     @contextmanager
     def step_scope(self) -> Iterator[None]:
         """Everything that runs inside is one forward, with its loss, or one of evaluation."""
-        if torch.is_grad_enabled() and not self.coordinator.is_in_step:
+        is_outermost = not self.coordinator.is_in_step
+        if is_outermost and torch.is_grad_enabled():
             self._follow_trained_set()
-        buffers = None if self.coordinator.is_in_step else self._buffer_sync
+        buffers = self._buffer_sync if is_outermost else None
         if buffers is not None:
             buffers.before_forward()
         whole = self._hooks.of_whole_forward if self._hooks is not None else ()

@@ -211,3 +211,13 @@ class ShardedForm(CheckpointForm):
             parts += optimizer_parts(optimizer, index, engine.table, engine.names, control)
         parts += chain.from_iterable(self._values)
         return parts
+
+
+def form_of(name: str, groups: Callable[[], ShardGroups]) -> CheckpointForm:
+    """The form of checkpoints of a name.
+
+    Args:
+        name: ``"consolidated"`` or ``"sharded"``.
+        groups: Gives groups of all ranks.
+    """
+    return ShardedForm(groups) if name == "sharded" else ConsolidatedForm()

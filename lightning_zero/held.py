@@ -19,12 +19,10 @@ from lightning_zero.comm import Collectives
 from lightning_zero.params import parameter_dict
 from lightning_zero.params.dense import fingerprint
 from lightning_zero.params.part import BucketPart, Part, WholePart
+from lightning_zero.plan.wording import some
 from lightning_zero.prefetch.coordinator import ParameterCoordinator
 
 Wanted = nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter]
-
-MAX_NAMED = 5
-"""Parameters that an error names."""
 
 
 def listed(wanted: Wanted) -> list[nn.Module | nn.Parameter]:
@@ -87,7 +85,7 @@ class NoWrites(Writes):
         changed = [part.label for part in parts if part.is_changed()]
         if changed:
             raise RuntimeError(
-                f"{_some(changed)} was written to inside of full_params() that was entered without"
+                f"{some(changed)} was written to inside of full_params() that was entered without"
                 " writeback=True, so nothing of it was kept: say writeback=True to keep what is"
                 " written"
             )
@@ -146,7 +144,7 @@ class AgreedWrites(Writes):
             raise RuntimeError(
                 f"rank(s) {strangers} are at the end of another scope, or of one of other"
                 f" parameters, than rank 0, which is at that of {every[0][0]} of"
-                f" {_some(every[0][1])}: enter the same scopes on all ranks. Nothing was kept."
+                f" {some(every[0][1])}: enter the same scopes on all ranks. Nothing was kept."
             )
         refusals = [f"rank {rank}: {said}" for rank, (_, _, said, _) in enumerate(every) if said]
         if refusals:
@@ -164,7 +162,7 @@ class AgreedWrites(Writes):
             if len(ranks_of) > 1:
                 groups = " from ".join(f"rank(s) {ranks}" for ranks in ranks_of.values())
                 told.append(f"{name!r} differs on {groups}")
-        return _some(told or [part.label for part in parts])
+        return some(told or [part.label for part in parts])
 
     def _exchange(self, mine: Any) -> list[Any]:
         return self._control.exchange_objects(mine, f"leave {self._what}")
@@ -326,8 +324,3 @@ def _taken_in(parts: Sequence[Part]) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
-
-
-def _some(labels: Sequence[str]) -> str:
-    more = len(labels) - MAX_NAMED
-    return ", ".join(labels[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -30,6 +30,7 @@ from lightning_zero.optim.overflow import (
     NonfiniteGradients,
     NonfiniteSteps,
     OnNonfinite,
+    check_action,
     check_scale,
 )
 from lightning_zero.params.kept import (
@@ -188,12 +189,7 @@ class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
 
     @override
     def take_options(self, on_nonfinite: OnNonfinite, keep_fp32: Sequence[LeafModule]) -> None:
-        if self.scaler is not None and on_nonfinite != "step":
-            raise ValueError(
-                f"nonfinite_gradients={on_nonfinite!r} has no effect with a loss scaler"
-                " (precision='16-mixed'), which skips the steps whose gradients are not finite:"
-                " remove it"
-            )
+        check_action(on_nonfinite, self.scaler is not None)
         super().take_options(on_nonfinite, keep_fp32)
 
     @override

@@ -29,6 +29,7 @@ from lightning_zero.checks import (
     check_callbacks,
     check_form,
     check_started_ranks,
+    warn_of_idle_masters,
 )
 from lightning_zero.comm.groups import DEFAULT_TIMEOUT
 from lightning_zero.config import (
@@ -37,6 +38,7 @@ from lightning_zero.config import (
     ZeroOptions,
     on_nonfinite_of,
     patterns_of,
+    register_stages,
     start_method_of,
     timedelta_of,
 )
@@ -220,14 +222,7 @@ class ZeroStrategy(CheckpointingStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        for stage in (1, 2, 3):
-            strategy_registry.register(
-                f"zero_stage_{stage}",
-                cls,
-                description=f"ZeRO stage {stage}, see lightning_zero.ZeroStrategy",
-                override=True,
-                stage=stage,
-            )
+        register_stages(cls, strategy_registry)
 
     @override
     def setup_environment(self) -> None:
@@ -289,11 +284,7 @@ class ZeroStrategy(CheckpointingStrategy):
         self._self_checks.open(_compat.trainer_of(self.lightning_module), engine, _real(optimizers))
         if isinstance(self._precision_plugin, ZeroPrecision):
             self._precision_plugin.engine = engine
-        if self.options.master_weights and not any(m.has_copy for m in engine.table.masters):
-            rank_zero_warn(
-                "ZeroStrategy(master_weights=True) has no effect: all trained parameters are fp32"
-                " already, so the optimizer steps them directly."
-            )
+        warn_of_idle_masters(engine)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

@@ -27,9 +27,7 @@ from lightning_zero.grads.bucket import GradientBucket
 from lightning_zero.optim.pieces import PieceTable, parameters_of
 from lightning_zero.params import parameter_dict
 from lightning_zero.partition import check_newcomers
-
-MAX_NAMED = 5
-"""Parameters that a message names."""
+from lightning_zero.plan.wording import MAX_NAMED, some
 
 
 class TrainedSet:
@@ -86,7 +84,7 @@ class TrainedSet:
         every = self._control.exchange_objects(mine, "partition newly trained parameters")
         if any(theirs != every[0] for theirs in every):
             told = "; ".join(
-                f"rank {rank}: {named(name for name, *_ in theirs) or 'none'}"
+                f"rank {rank}: {some(repr(name) for name, *_ in theirs) or 'none'}"
                 for rank, theirs in enumerate(every)
             )
             raise RuntimeError(
@@ -223,23 +221,15 @@ def told_of_idle(
     replaced = [name for name in idle if f"{name}{REPLACED}" in left_behind]
     if replaced:
         raise RuntimeError(
-            f"{named(replaced)} was replaced by a new parameter after training was set up, but the"
-            " optimizer still steps the old one, so the new one would not be trained. Replace it"
-            " before trainer.fit, write the values into the old one (load_state_dict), or give the"
-            " new one to the optimizer (optimizer.add_param_group)."
+            f"{some(map(repr, replaced))} was replaced by a new parameter after training was set"
+            " up, but the optimizer still steps the old one, so the new one would not be trained."
+            " Replace it before trainer.fit, write the values into the old one (load_state_dict),"
+            " or give the new one to the optimizer (optimizer.add_param_group)."
         )
     if not idle:
         return ""
     return (
-        f"{named(idle)} require(s) gradients since training has begun, but no optimizer steps it:"
-        " it is averaged over the ranks, and stays as it is. Give it to an optimizer"
+        f"{some(map(repr, idle))} require(s) gradients since training has begun, but no optimizer"
+        " steps it: it is averaged over the ranks, and stays as it is. Give it to an optimizer"
         " (optimizer.add_param_group), or freeze it."
     )
-
-
-def named(names: Iterable[str]) -> str:
-    """Some names for a message."""
-    listed = list(names)
-    more = len(listed) - MAX_NAMED
-    shown = ", ".join(repr(name) for name in listed[:MAX_NAMED])
-    return shown + (f" and {more} more" if more > 0 else "")

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint import deepspeed_files
 from lightning_zero.checkpoint.deepspeed_files import Folder, StandIn
+from lightning_zero.plan import wording
 
 State = dict[str, Any]
 
@@ -286,9 +287,7 @@ def _wrong_size(shapes: Mapping[str, Any], found: list[int], expected: str) -> s
 
 def some(names: Iterable[str]) -> str:
     """The first of some names, for a message."""
-    listed = list(names)
-    more = f" and {len(listed) - MAX_NAMED} more" if len(listed) > MAX_NAMED else ""
-    return ", ".join(map(repr, listed[:MAX_NAMED])) + more
+    return wording.some(map(repr, names), MAX_NAMED)
 
 
 def flat_groups(run: Run) -> list[FlatGroup]:

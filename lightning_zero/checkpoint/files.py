@@ -31,6 +31,7 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 from lightning.fabric.plugins import CheckpointIO
 from typing_extensions import override
 
+from lightning_zero import _compat
 from lightning_zero.comm import Collectives
 
 try:
@@ -404,3 +405,11 @@ class ZeroCheckpointIO(CheckpointIO):
         files, place = url_to_fs(os.fspath(path))
         if files.exists(place):
             files.rm(place, recursive=True)
+
+
+def usable_io(io: CheckpointIO | None) -> CheckpointIO:
+    """A user's plugin for files, writing through ours if it wraps another; ours without one."""
+    if io is None:
+        return ZeroCheckpointIO()
+    _compat.give_inner_io(io, ZeroCheckpointIO())
+    return io

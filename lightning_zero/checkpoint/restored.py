@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from lightning_zero.checkpoint.consolidated import MASTER_KEY
 from lightning_zero.checkpoint.names import NAMES_KEY, plain_name
 from lightning_zero.checkpoint.stored import StoredTensor
 from lightning_zero.optim.pieces import MasterPiece, PieceTable, parameters_of
+from lightning_zero.plan.wording import some
 
 State = dict[str, Any]
 MAX_NAMED = 10
@@ -254,12 +255,8 @@ def _notice(optimizer: Optimizer, fresh: list[str], dropped: list[str]) -> str:
     return f"{kind}: {'; '.join(told)}." if told else ""
 
 
-def _some(names: Any) -> str:
-    listed = list(names)
-    more = len(listed) - MAX_NAMED
-    return ", ".join(repr(n) for n in listed[:MAX_NAMED]) + (
-        f" and {more} more" if more > 0 else ""
-    )
+def _some(names: Iterable[str]) -> str:
+    return some(map(repr, names), MAX_NAMED)
 
 
 # Whether it fits, and cutting.

@@ -14,15 +14,14 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero import _compat
 from lightning_zero.checkpoint import sharded
-from lightning_zero.checkpoint.files import ZeroCheckpointIO, failing_together
+from lightning_zero.checkpoint.files import failing_together, usable_io
 from lightning_zero.checkpoint.names import with_names_of
 from lightning_zero.checkpoint.stored import loaded, read_when_loaded
-from lightning_zero.checks import check_form
+from lightning_zero.checks import check_form, check_storage_options
 from lightning_zero.comm import ShardGroups
 from lightning_zero.fabric.models import SetUpModels, ZeroModule
-from lightning_zero.formats import CheckpointForm, ConsolidatedForm, ShardedForm
+from lightning_zero.formats import form_of
 from lightning_zero.params.sliced import opened
 
 State = dict[str, Any]
@@ -41,9 +40,7 @@ class CheckpointingStrategy(DDPStrategy):
     def __init__(self, checkpoint: str, checkpoint_io: CheckpointIO | None, **options: Any) -> None:
         check_form(checkpoint, checkpoint_io)
         self._checkpoint = checkpoint
-        self._form: CheckpointForm = (
-            ShardedForm(self._shard_groups) if checkpoint == "sharded" else ConsolidatedForm()
-        )
+        self._form = form_of(checkpoint, self._shard_groups)
         self._models = SetUpModels()
         self._groups: ShardGroups | None = None
         super().__init__(checkpoint_io=checkpoint_io, **options)
@@ -51,10 +48,7 @@ class CheckpointingStrategy(DDPStrategy):
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = ZeroCheckpointIO()
-        else:
-            _compat.give_inner_io(self._checkpoint_io, ZeroCheckpointIO())
+        self._checkpoint_io = usable_io(self._checkpoint_io)
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -73,8 +67,9 @@ class CheckpointingStrategy(DDPStrategy):
         filter: Mapping[str, Keep] | None = None,
     ) -> None:
         path = os.fspath(path)
+        check_storage_options(self._checkpoint, storage_options)
         if self._checkpoint == "sharded":
-            self._check_sharded(state, storage_options)
+            self._check_sharded(state)
         checkpoint = self._taken(state, filter or {})
 
         def write(checkpoint: State) -> None:
@@ -121,11 +116,7 @@ class CheckpointingStrategy(DDPStrategy):
             taken[name] = value
         return {name: taken[name] for name in state}
 
-    def _check_sharded(self, state: State, storage_options: Any | None) -> None:
-        if storage_options is not None:
-            raise ValueError(
-                "storage_options have no effect with checkpoint='sharded': remove them"
-            )
+    def _check_sharded(self, state: State) -> None:
         modules = [name for name, value in state.items() if isinstance(value, nn.Module)]
         if len(modules) != 1:
             raise ValueError(

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_zero import _compat
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.optim.overflow import NonfiniteSteps, OnNonfinite, check_scale
+from lightning_zero.optim.overflow import NonfiniteSteps, OnNonfinite, check_action, check_scale
 from lightning_zero.scaling import unscale_together
 
 
@@ -38,12 +38,7 @@ class StepGuard:
         Raises:
             ValueError: It has none.
         """
-        if plugin is not None and _scaler(plugin) is not None and self._action != "step":
-            raise ValueError(
-                f"nonfinite_gradients={self._action!r} has no effect with a loss scaler"
-                " (precision='16-mixed'), which skips the steps whose gradients are not finite:"
-                " remove it"
-            )
+        check_action(self._action, plugin is not None and _scaler(plugin) is not None)
 
     def unscale(self, plugin: Precision, engine: ZeroEngine, optimizer: Optimizer) -> None:
         """Undo loss scaling, once per step; an overflow on one rank is one on all."""

@@ -19,12 +19,11 @@ from lightning.fabric.plugins.precision import (
     TransformerEnginePrecision,
     XLAPrecision,
 )
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.checks import check_backend, check_started_ranks
+from lightning_zero.checks import check_backend, check_started_ranks, warn_of_idle_masters
 from lightning_zero.comm import ShardGroups
 from lightning_zero.comm.groups import DEFAULT_TIMEOUT
 from lightning_zero.config import (
@@ -33,6 +32,7 @@ from lightning_zero.config import (
     ZeroOptions,
     on_nonfinite_of,
     patterns_of,
+    register_stages,
     start_method_of,
     timedelta_of,
 )
@@ -175,14 +175,7 @@ class ZeroStrategy(CheckpointingStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        for stage in (1, 2, 3):
-            strategy_registry.register(
-                f"zero_stage_{stage}",
-                cls,
-                description=f"ZeRO stage {stage}, see lightning_zero.fabric.ZeroStrategy",
-                override=True,
-                stage=stage,
-            )
+        register_stages(cls, strategy_registry)
 
     @override
     def setup_environment(self) -> None:
@@ -243,11 +236,7 @@ class ZeroStrategy(CheckpointingStrategy):
         engine = ZeroEngine(module, optimizers, self.options, groups)
         model = ZeroModule(module, engine)
         self._models.add(model)
-        if self.options.master_weights and not any(m.has_copy for m in engine.table.masters):
-            rank_zero_warn(
-                "ZeroStrategy(master_weights=True) has no effect: all trained parameters are fp32"
-                " already, so the optimizer steps them directly."
-            )
+        warn_of_idle_masters(engine)
         return model
 
     def _check_new(self, module: nn.Module) -> None:

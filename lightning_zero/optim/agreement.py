@@ -9,7 +9,6 @@ which parameters. Who asks for the norm pays for one more.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -76,7 +75,7 @@ class GradientAgreement:
             The norm before any later clipping; 0.0 if nobody has a gradient.
         """
         used = self.used()
-        pieces = self._table.pieces_of(optimizer) if optimizer else self._all_pieces()
+        pieces = self._table.pieces_of(optimizer) if optimizer else self._table.pieces()
         counted = [piece for piece in pieces if piece.has_grad(used)]
         if not self._is_sharded:  # torch's own sum, as with plain data parallelism
             norm = torch.nn.utils.get_total_norm([piece.grad for piece in counted], norm_type)
@@ -90,23 +89,19 @@ class GradientAgreement:
         self._collectives.agree(powers)
         return float(powers.pow(1.0 / norm_type))
 
+    def ask_again(self) -> None:
+        """There are more parameters to agree about; what was found so far stays."""
+        self._generation = -1
+
     def forget(self) -> None:
         """Nothing agreed holds any more."""
-        self._generation = -1
+        self.ask_again()
         self._nonfinite_ranks, self._nonfinite = (), ()
         self._reducer.forget_nonfinite()
 
     @property
-    def _parameters(self) -> list[nn.Parameter]:
-        """All trainable parameters, in one order on all ranks."""
-        return list(self._table.place)
-
-    @property
     def _device(self) -> torch.device:
         return next((p.device for p in self._table.place), torch.device("cpu"))
-
-    def _all_pieces(self) -> Iterable[MasterPiece]:
-        return (piece for p in self._table.place if (piece := self._table.piece(p)) is not None)
 
     def _largest(self, pieces: list[MasterPiece]) -> float:
         """Largest absolute value over ranks; a maximum by way of a sum of one entry per rank."""
@@ -123,10 +118,9 @@ class GradientAgreement:
         if flags.is_unreduced:
             self._reducer.reduce_unreduced()
             flags = self._flags()
-        places = self._table.place
+        places = self._table.place.items()
         used = []
-        for is_used, parameter in zip(flags.is_used, self._parameters, strict=True):
-            bucket, slot = places[parameter]
+        for is_used, (parameter, (bucket, slot)) in zip(flags.is_used, places, strict=True):
             bucket.idle_steps[slot] = 0 if is_used else bucket.idle_steps[slot] + 1
             if is_used:
                 used.append(parameter)
@@ -140,10 +134,8 @@ class GradientAgreement:
             master.drop_step_grad()
 
     def _flags(self) -> _Flags:
-        places = self._table.place
         local = [float(self._reducer.has_unreduced())]
-        for parameter in self._parameters:
-            bucket, slot = places[parameter]
+        for bucket, slot in self._table.place.values():
             local.append(float(slot in bucket.used and not bucket.is_cleared(slot)))
         ranks, end = self._collectives.world_size, len(local)
         local += [0.0] * (ranks + 1)
@@ -164,13 +156,13 @@ class GradientAgreement:
 
     def _find_nonfinite(self, ranks: tuple[int, ...]) -> None:
         """Ask all ranks in which parameters the averaged gradients are not finite."""
-        marks = torch.zeros(len(self._parameters), dtype=torch.float64, device=self._device)
-        for index, parameter in enumerate(self._parameters):
-            bucket, slot = self._table.place[parameter]
+        place = self._table.place
+        marks = torch.zeros(len(place), dtype=torch.float64, device=self._device)
+        for index, (parameter, (bucket, slot)) in enumerate(place.items()):
             if parameter in self._used and slot in bucket.pieces and not bucket.is_cleared(slot):
                 marks[index] = bucket.piece_grad(slot).isfinite().all().logical_not()
         self._collectives.agree(marks)
-        pairs = zip(self._parameters, marks.tolist(), strict=True)
+        pairs = zip(place, marks.tolist(), strict=True)
         self._nonfinite = tuple(parameter for parameter, is_found in pairs if is_found)
         if ranks or not self._nonfinite:
             self._nonfinite_ranks = ranks

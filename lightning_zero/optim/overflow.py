@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch.optim import Optimizer
 
+from lightning_zero.plan.wording import some
+
 OnNonfinite = Literal["step", "skip", "error"]
 """What happens to a step whose gradients are not finite."""
 
 LOUD_AFTER = 10
 """Such steps in a row that are worth a warning, and again at ten times as many."""
-MAX_NAMED = 5
-"""Parameters that a message names."""
 MIN_SCALE = torch.finfo(torch.float32).tiny
 """The smallest normal loss scale: with less, its reciprocal overflows, and no step can follow."""
 
@@ -158,10 +158,22 @@ class NonfiniteSteps:
         return f" That makes {self.in_a_row(optimizer)} steps in a row ({self.count} in all)."
 
 
-def some(names: Sequence[str]) -> str:
-    """The first few of many names."""
-    more = len(names) - MAX_NAMED
-    return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+def check_action(action: OnNonfinite, has_scaler: bool) -> None:
+    """Whether an action has an effect.
+
+    Args:
+        action: What happens to a step whose gradients are not finite.
+        has_scaler: Losses are scaled, and the scaler decides.
+
+    Raises:
+        ValueError: It has none.
+    """
+    if has_scaler and action != "step":
+        raise ValueError(
+            f"nonfinite_gradients={action!r} has no effect with a loss scaler"
+            " (precision='16-mixed'), which skips the steps whose gradients are not finite:"
+            " remove it"
+        )
 
 
 def check_scale(scale: float, step: int, where: NonfiniteGradients) -> None:

@@ -115,7 +115,7 @@ class ModuleHooks:
             self._coordinator.on_state_dict(p for p in own if p is not None)
 
         register: Any = module.register_state_dict_pre_hook  # it has no types
-        self._handles.append(register(_Hook(before)))
+        self._handles.append(register(Hook(before)))
 
     def _watch_unit(self, name: str, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         buckets = _buckets_of(parameters, self._coordinator)
@@ -145,12 +145,12 @@ class ModuleHooks:
         self, module: nn.Module, before: Callable[[], None], after: Callable[[], None]
     ) -> None:
         self._handles += [
-            module.register_forward_pre_hook(_Hook(before), prepend=True),
-            module.register_forward_hook(_Hook(after), always_call=True),
+            module.register_forward_pre_hook(Hook(before), prepend=True),
+            module.register_forward_hook(Hook(after), always_call=True),
         ]
 
 
-class _Hook:
+class Hook:
     """A hook that a deep copy or a pickle of the module loses."""
 
     def __init__(self, run: Callable[[], None] | None) -> None:
@@ -158,14 +158,15 @@ class _Hook:
 
     @_compat.untraced
     def __call__(self, *_: Any) -> None:
+        """Called with what torch gives; the copy does nothing."""
         if self._run is not None:
             self._run()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return _Hook(None)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        return Hook(None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_Hook, (None,))
+        return (Hook, (None,))
 
 
 class _SavedView(NamedTuple):
