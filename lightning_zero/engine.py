@@ -519,7 +519,7 @@ class ZeroEngine:
             self.table.add([MasterShard(*pair, has_copy) for pair in pairs])
             gradients = [master.gradients for master in self.table.masters]
             self._reducer.follow(in_model_order(gradients, self.names))
-            self._agreement.forget()
+            self._agreement.ask_again()
             self._hooks.follow(units)
             self._traced_buckets = _traced(self.module, self._buckets)
             self._buffer_sync = BufferSync(self.module, self.groups.control)

@@ -432,6 +432,33 @@ def test_optimizer_precision_and_memory():
         assert thawed <= 1.05 * from_the_start, stage  # padding of the additional buckets
 
 
+class Diverging(Changing):
+    """Unfreezes a block between a forward and its backward, whose gradients are no numbers."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        if index != 2:
+            return loss
+        self.net.requires_grad_(True)
+        return loss * float("nan")
+
+
+def skip_while_thawing() -> list[bool]:
+    found = []
+    for stage in STAGES:
+        module = Diverging(Case(lambda *_: None, freeze_block))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer(ZeroStrategy(stage, nonfinite_gradients="skip"), 2).fit(module)
+        found.append(all(bool(v.isfinite().all()) for v in weights(module.net).values()))
+    return found
+
+
+def test_gradients_that_are_not_finite_are_seen_while_the_set_changes():
+    for found in run_ranks(skip_while_thawing, 2):
+        assert found == [True] * len(found)
+
+
 # Mistakes.
 
 
