@@ -1,0 +1,33 @@
+// What launch code hands to the Adam kernels of host and device.
+#pragma once
+
+#include "adam_math.h"
+
+namespace lightning_zero {
+
+// One piece: addresses of equally ordered, dense memory.
+struct AdamPiece {
+  float* master;
+  float* exp_avg;
+  float* exp_avg_sq;
+  const void* grad;
+  void* copy;   // takes the new master values in `copy_format`; null for none
+  float* undo;  // [3, numel], takes old master, average and average of squares; null for none
+  std::int64_t numel;
+  AdamCoefficients coefficients;
+};
+
+struct AdamFormats {
+  Format grad;
+  Format copy;
+};
+
+// Elements [begin, end) of a piece, by the calling thread.
+void adam_step_host(const AdamPiece& piece, AdamFormats formats, std::int64_t begin,
+                    std::int64_t end);
+
+// Puts back what `undo` holds, and `copy` after it.
+void adam_undo_host(const AdamPiece& piece, AdamFormats formats, std::int64_t begin,
+                    std::int64_t end);
+
+}  // namespace lightning_zero
