@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint.valid import check_checkpoint, newest_valid
 from tests.helpers.crash import RANKS, Wide, step_of
+from tests.helpers.disks import small_disk
 from tests.helpers.models import equal, trainer, weights
 from tests.helpers.spawn import run_ranks
 
@@ -27,17 +27,9 @@ BALLAST = ".ballast"
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    place = tmp_path / "disk"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_NBYTES}", "tmpfs", str(place)]
-    if shutil.which("mount") is None or os.geteuid() != 0:
-        pytest.skip("needs root and the command `mount`, to make a small disk")
-    made = subprocess.run(command, check=False, capture_output=True, text=True, timeout=20)
-    if made.returncode:
-        pytest.skip(f"cannot make a small disk here: {made.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=20)
+def disk(tmp_path):
+    with small_disk(tmp_path / "disk", DISK_NBYTES) as place:
+        yield place
 
 
 class Filling(Wide):
@@ -116,8 +108,8 @@ def used_nbytes(disk: Path) -> int:
     return usage.used - (disk / BALLAST).stat().st_blocks * 512
 
 
-def test_a_full_disk_costs_nothing_that_was_there(small_disk):
-    ranks = run_ranks(fill_and_go_on, RANKS, small_disk, timeout_s=100)
+def test_a_full_disk_costs_nothing_that_was_there(disk):
+    ranks = run_ranks(fill_and_go_on, RANKS, disk, timeout_s=100)
     for found in ranks:
         for (form, free_nbytes), case in found.items():
             where = form, free_nbytes, case
