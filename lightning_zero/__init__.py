@@ -24,6 +24,7 @@ from lightning_zero.comm import ShardGroups
 from lightning_zero.config import ZeroOptions
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.params.bucket import ParamStatus
+from lightning_zero.plan.offload import OffloadConfig
 from lightning_zero.plan.prefetch import PrefetchOptions
 from lightning_zero.strategy import ZeroStrategy
 from lightning_zero.summary import ZeroModelSummary
@@ -32,6 +33,7 @@ ZeroStrategy.register_strategies(StrategyRegistry)
 fabric.ZeroStrategy.register_strategies(STRATEGY_REGISTRY)
 
 __all__ = [
+    "OffloadConfig",
     "ParamStatus",
     "PrefetchOptions",
     "ShardGroups",

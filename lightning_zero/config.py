@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,12 +15,30 @@ from torch import nn
 from lightning_zero.optim.overflow import OnNonfinite
 from lightning_zero.params.units import LeafModule
 from lightning_zero.plan.layout import ShardBy
+from lightning_zero.plan.offload import NVME_PATH_VARIABLE, Offloaded, OffloadPlan
 from lightning_zero.plan.prefetch import PrefetchOptions
 
 GatherBy = Literal["auto", "one_sided", "collective"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 STAGES = (0, 1, 2, 3)
+NAMED: dict[str, dict[str, Any]] = {
+    "zero_stage_1": {"stage": 1},
+    "zero_stage_2": {"stage": 2},
+    "zero_stage_3": {"stage": 3},
+    "zero_stage_2_offload": {"stage": 2, "offload_optimizer": "cpu"},
+    "zero_stage_3_offload": {
+        "stage": 3,
+        "offload_optimizer": "cpu",
+        "offload_parameters": "cpu",
+    },
+    "zero_stage_3_nvme": {
+        "stage": 3,
+        "offload_optimizer": "nvme",
+        "offload_parameters": "nvme",
+    },
+}
+"""Strategies that are chosen by name."""
 _DTYPE_NAMES = {
     "float32": torch.float32,
     "fp32": torch.float32,
@@ -82,6 +102,17 @@ class ZeroOptions:
     """Stage 3: modules whose parameters travel as a whole, whatever runs inside of them. Classes,
     names of classes, full names of modules, or endings of full names (``".experts"``)."""
 
+    offload_optimizer: Offloaded = None
+    """Stages 1 to 3: where master weights, optimizer states and shard gradients live and are
+    stepped: ``"cpu"``, ``"nvme"``, an :class:`OffloadConfig` or its fields; None for the device."""
+
+    offload_parameters: Offloaded = None
+    """Stage 3: where shards of parameters live between their uses, as for ``offload_optimizer``.
+    The optimizer's states follow to the host if nothing is said about them."""
+
+    nvme_path: str | Path | None = None
+    """With ``"nvme"``: a folder on a fast local disk; None for that of the environment."""
+
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or self.stage not in STAGES:
             raise ValueError(
@@ -109,6 +140,25 @@ class ZeroOptions:
                 raise ValueError(f"{name} must be True or False, got {value!r}")
         self.reduce_dtype = _floating_dtype(self.reduce_dtype)
         self._check_stage_three()
+        self._check_offload()
+
+    def _check_offload(self) -> None:
+        plan = self.offload
+        if plan.optimizer is not None and not self.policy.shards_optimizer:
+            raise ValueError(
+                f"offload_optimizer needs stage 1, 2 or 3, got stage {self.stage}: where nothing is"
+                " sharded, every rank of a host would keep and step all states there"
+            )
+        if plan.parameters is not None and not self.policy.shards_parameters:
+            raise ValueError(
+                f"offload_parameters needs stage 3, got stage {self.stage}, which keeps all"
+                " parameters on the device: choose stage 3, or offload_optimizer alone"
+            )
+        if plan.optimizer is not None and self.master_weights is False:
+            raise ValueError(
+                "master_weights=False has no effect with offload_optimizer: the host steps a copy"
+                " in fp32 anyway. Remove one of the two."
+            )
 
     def _check_stage_three(self) -> None:
         if self.gather_by not in ("auto", "one_sided", "collective"):
@@ -148,6 +198,12 @@ class ZeroOptions:
             raise ValueError(
                 f"prefetch must hold some of {known}, got {self.prefetch!r} ({error})"
             ) from error
+
+    @property
+    def offload(self) -> OffloadPlan:
+        """``offload_optimizer``, ``offload_parameters`` and ``nvme_path``, resolved."""
+        place = self.nvme_path, os.environ.get(NVME_PATH_VARIABLE)
+        return OffloadPlan.of(self.offload_optimizer, self.offload_parameters, *place)
 
     @property
     def policy(self) -> StagePolicy:
@@ -218,20 +274,20 @@ def on_nonfinite_of(value: str) -> OnNonfinite:
 
 
 def register_stages(strategy: Any, registry: Any) -> None:
-    """Register a strategy's stages by their names, ``zero_stage_1`` and so on.
+    """Register a strategy by names: ``zero_stage_1``, ``zero_stage_3_offload`` and so on.
 
     Args:
         strategy: The class.
         registry: One of Lightning's two.
     """
     module = strategy.__module__.removesuffix(".strategy")
-    for stage in (1, 2, 3):
+    for name, options in NAMED.items():
         registry.register(
-            f"zero_stage_{stage}",
+            name,
             strategy,
-            description=f"ZeRO stage {stage}, see {module}.{strategy.__name__}",
+            description=f"ZeRO stage {options['stage']}, see {module}.{strategy.__name__}",
             override=True,
-            stage=stage,
+            **options,
         )
 
 

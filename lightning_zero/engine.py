@@ -38,7 +38,8 @@ from lightning_zero.memory.pool import BufferPool
 from lightning_zero.observe.recorder import SILENT, Recorder
 from lightning_zero.observe.watch import UNWATCHED, StepWatch
 from lightning_zero.optim.agreement import GradientAgreement
-from lightning_zero.optim.pieces import MasterShard, PieceTable
+from lightning_zero.optim.pieces import PieceTable
+from lightning_zero.optim.places import Places
 from lightning_zero.optim.raw_steps import RawSteps
 from lightning_zero.params.bucket import ParameterBucket, ParamStatus
 from lightning_zero.params.buffers import BufferSync
@@ -48,7 +49,6 @@ from lightning_zero.partition import (
     check_model,
     check_optimizers,
     fits_whole,
-    gradients_of,
     grow,
     partition,
 )
@@ -108,20 +108,20 @@ class ZeroEngine:
         self._shards: ShardReads = OwnReads()
         if self._policy.shards_parameters:
             self._shards = groups.reads(options.gather_by)
-        parts = partition(module, options, groups, self._shards)
+        self._places = Places(
+            options.offload, self.device, options.master_weights is not False, options.wire_dtype
+        )
+        link = self._places.parameter_link
+        parts = partition(module, options, groups, self._shards, link)
         self._buckets = parts.buckets
         self._slices = parts.slices
         self.coordinator = ParameterCoordinator(
             parts.buckets, self._shards, options.prefetch_options, options.overlap_comm, recorder
         )
-        self.table = PieceTable(
-            [
-                MasterShard(parameters, gradients, options.master_weights is not False)
-                for parameters, gradients in parts.trainable()
-            ]
-        )
+        self.table = PieceTable(self._places.masters(parts.trainable()))
+        self._updater = self._places.updater(self.table)
         self._reducer = GradientReducer(
-            parts.gradients,
+            [master.gradients for master in self.table.masters],
             groups.gradients,
             BufferPool(self.device),
             is_scattered=self._policy.shards_optimizer,
@@ -242,8 +242,7 @@ class ZeroEngine:
         scale = torch.clamp(max_norm / (torch.tensor(norm) + 1e-6), max=1.0)
         self.watch.on_gradients(optimizer, self._reducer.generation)
         for piece in self.table.pieces_of(optimizer):
-            grad = piece.grad
-            grad.mul_(scale.to(grad.device))
+            piece.scale_grad(scale)
         self.watch.on_norm_clipped(optimizer, max_norm, norm_type, float(scale))
         return norm
 
@@ -282,22 +281,18 @@ class ZeroEngine:
         """Scope of :meth:`step`, in which the optimizer is to be stepped."""
         self.held.check_left("an optimizer step was called")
         self._follow_trained_set()
-        masters = self.table.masters_of(optimizer)
+        buckets = [master.parameters for master in self.table.masters_of(optimizer)]
         digest = self.coordinator.end_step()
-        for master in masters:
-            self.coordinator.before_update(master.parameters)
-        self._agreement.used()
+        for bucket in buckets:
+            self.coordinator.before_update(bucket)
+        used = self._agreement.used()
+        check_stepped(optimizer, self.table, self.names)
         with self.coordinator.residency.update("optimizer step", digest) as digests:
-            for master in masters:
-                master.refresh()
-            with self.pieces(optimizer):
+            self.watch.on_gradients(optimizer, self._reducer.generation)
+            with self._updater.stepping(optimizer, used):
                 yield
-            for master in masters:
-                master.store()
-                master.drop_step_grad()
-                master.parameters.note_update()
         self.coordinator.passes.compare(digests)
-        self._publish([master.parameters for master in masters])
+        self._publish(buckets)
 
     def abort_step(self) -> None:
         """Leave a step that has raised: nothing is sent, the gradients of the step are lost."""
@@ -445,7 +440,7 @@ class ZeroEngine:
             for value in state.values()
             if isinstance(value, Tensor)
         ]
-        copies = [master.tensor for master in self.table.masters if master.has_copy]
+        copies = [master.tensor for master in self.table.masters if master.is_apart]
         grads = [bucket.held_shard_grad() for bucket in self._reducer.buckets]
         local = [p.grad for p in self.table.place if p.grad is not None]
         parameters = [p.data for p in self.module.parameters()]
@@ -505,7 +500,7 @@ class ZeroEngine:
             new = [p for p in found if self.coordinator.bucket_of(p) is None]
             self.groups.control.broadcast([p.data for p in new])
             wanted = {p for p in new if p in trained or self._policy.shards_parameters}
-            place = self.options, self.groups, self._shards
+            place = self.options, self.groups, self._shards, self._places.parameter_link
             units, buckets = grow(self.module, wanted, *place, first_index=len(self._buckets))
             self._buckets += buckets
             known = {master.parameters for master in self.table.masters}
@@ -514,9 +509,7 @@ class ZeroEngine:
             with self.coordinator.residency.update("newly trained parameters"):
                 self.coordinator.add(buckets, thawed)
                 self._shards.extend({b.layout.index: b.shard for b in buckets if not b.is_resident})
-            has_copy = self.options.master_weights is not False
-            pairs = [(bucket, gradients_of(bucket, self.options)) for bucket in thawed]
-            self.table.add([MasterShard(*pair, has_copy) for pair in pairs])
+            self.table.add(self._places.masters(thawed))
             gradients = [master.gradients for master in self.table.masters]
             self._reducer.follow(in_model_order(gradients, self.names))
             self._agreement.ask_again()

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_zero import _compat
 from lightning_zero.comm import ShardGroups, ShardReads
 from lightning_zero.config import ZeroOptions
-from lightning_zero.grads.bucket import GradientBucket
+from lightning_zero.memory.link import HostLink
 from lightning_zero.memory.room import fits_everywhere
 from lightning_zero.optim import geometry
 from lightning_zero.optim.pieces import parameters_of
@@ -38,16 +38,12 @@ class Partition:
     buckets: list[ParameterBucket]
     """All buckets of parameters in model order, frozen ones (stage 3) included."""
 
-    gradients: list[GradientBucket]
-    """Gradients of the trainable buckets, in the same order."""
-
     slices: SlicedParameters | None = None
     """Owner of the slices of a model that was constructed sharded."""
 
-    def trainable(self) -> list[tuple[ParameterBucket, GradientBucket]]:
-        """The trainable buckets with their gradients."""
-        by_index = {bucket.layout.index: bucket for bucket in self.buckets}
-        return [(by_index[gradient.layout.index], gradient) for gradient in self.gradients]
+    def trainable(self) -> list[ParameterBucket]:
+        """The buckets whose parameters are trained."""
+        return [bucket for bucket in self.buckets if bucket.parameters[0].requires_grad]
 
 
 def check_model(
@@ -137,7 +133,11 @@ def _check_parameter(parameter: nn.Parameter, name: str) -> None:
 
 
 def partition(
-    module: nn.Module, options: ZeroOptions, groups: ShardGroups, shards: ShardReads
+    module: nn.Module,
+    options: ZeroOptions,
+    groups: ShardGroups,
+    shards: ShardReads,
+    link: HostLink | None = None,
 ) -> Partition:
     """Lay the parameters of a module into buckets; they become views of them.
 
@@ -148,6 +148,7 @@ def partition(
         options: What to shard.
         groups: Collectives over the ranks that share the states.
         shards: Brings the shards of buckets together that come and go.
+        link: The way to host memory, if the shards of those live there.
     """
     policy = options.policy
     slices = owner_of(module)
@@ -156,12 +157,11 @@ def partition(
         slices.rest()
         values = slices
     wanted = {p for p in module.parameters() if p.requires_grad or policy.shards_parameters}
-    units, buckets = _lay_out(module, wanted, options, groups, shards, values)
+    units, buckets = _lay_out(module, wanted, options, groups, shards, values, link)
     if slices is not None:
         slices.restore(p for p in module.parameters() if slices.holds(p))
         slices.unwatch(module.modules())
-    gradients = [gradients_of(bucket, options) for bucket in buckets if _trains(bucket)]
-    return Partition(units, buckets, gradients, slices)
+    return Partition(units, buckets, slices)
 
 
 def grow(
@@ -170,6 +170,7 @@ def grow(
     options: ZeroOptions,
     groups: ShardGroups,
     shards: ShardReads,
+    link: HostLink | None,
     first_index: int,
 ) -> tuple[list[Unit], list[ParameterBucket]]:
     """Lay parameters into buckets of their own, in a module that has been partitioned before.
@@ -180,12 +181,13 @@ def grow(
         options: What to shard.
         groups: Collectives over the ranks that share the states.
         shards: Brings the shards of buckets together that come and go.
+        link: The way to host memory, if the shards of those live there.
         first_index: Index of the first new bucket.
 
     Returns:
         Units of the whole model, and the new buckets.
     """
-    return _lay_out(module, wanted, options, groups, shards, WHOLE, first_index)
+    return _lay_out(module, wanted, options, groups, shards, WHOLE, link, first_index)
 
 
 def _lay_out(
@@ -195,6 +197,7 @@ def _lay_out(
     groups: ShardGroups,
     shards: ShardReads,
     values: Values,
+    link: HostLink | None,
     first_index: int = 0,
 ) -> tuple[list[Unit], list[ParameterBucket]]:
     """Units of the whole module, and buckets of the parameters that are wanted."""
@@ -230,7 +233,8 @@ def _lay_out(
         parameters = [found[slot.fqn][1] for slot in layout.slots]
         is_resident = not policy.shards_parameters or parameters[0] in persistent
         gathers = groups.parameters if is_resident else shards
-        buckets.append(ParameterBucket(layout, parameters, gathers, is_resident, values))
+        home = None if is_resident else link
+        buckets.append(ParameterBucket(layout, parameters, gathers, is_resident, values, home))
     return units, buckets
 
 
@@ -297,16 +301,6 @@ def broadcast_module(module: nn.Module, groups: ShardGroups) -> None:
             )
         tensors.append(parameter.data)
     groups.control.broadcast(tensors + [buffer.data for buffer in module.buffers()])
-
-
-def _trains(bucket: ParameterBucket) -> bool:
-    return bucket.parameters[0].requires_grad
-
-
-def gradients_of(bucket: ParameterBucket, options: ZeroOptions) -> GradientBucket:
-    """The side of a bucket that takes gradients."""
-    wire_dtype = options.wire_dtype or bucket.dtype
-    return GradientBucket(bucket.layout, bucket.parameters, bucket.rank, wire_dtype)
 
 
 def _persistent(module: nn.Module, options: ZeroOptions) -> set[nn.Parameter]:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.optim.geometry import state_nbytes_per_element
-from lightning_zero.optim.pieces import MasterShard
+from lightning_zero.optim.masters import MasterShard
 
 MIB = 2**20
 

@@ -51,6 +51,7 @@ from lightning_zero.params.bucket import explain_refused_write
 from lightning_zero.params.units import LeafModule
 from lightning_zero.partition import broadcast_module, construction
 from lightning_zero.plan.layout import ShardBy
+from lightning_zero.plan.offload import Offloaded
 from lightning_zero.plan.prefetch import PrefetchOptions
 from lightning_zero.precision import ZeroPrecision, zero_precision
 from lightning_zero.self_check import Report
@@ -93,6 +94,13 @@ class ZeroStrategy(CheckpointingStrategy):
             them in step; ``"auto"`` is collective with NCCL, else one-sided.
         leaf_modules: Stage 3: modules whose parameters travel as a whole: classes, names of
             classes, names of modules, or endings of names.
+        offload_optimizer: Stages 1 to 3: ``"cpu"`` keeps master weights, optimizer states and shard
+            gradients in host memory and steps them there, ``"nvme"`` streams the states from files;
+            an :class:`OffloadConfig`, or a dict of its fields, says more. None for the device.
+        offload_parameters: Stage 3: the same for shards of parameters, between their uses. The
+            optimizer follows to the host.
+        nvme_path: With ``"nvme"``: a folder on a fast local disk. None for that of the environment,
+            ``LIGHTNING_ZERO_NVME_PATH``.
         keep_fp32: With ``bf16-true`` and ``16-true``: modules that stay in fp32 and compute in it,
             as for ``leaf_modules``, and parameters and buffers by name, or ending of a name.
         nonfinite_gradients: What happens to a step whose gradients are not finite on any rank:
@@ -140,6 +148,9 @@ class ZeroStrategy(CheckpointingStrategy):
         prefetch: PrefetchOptions | Mapping[str, Any] | None = None,
         gather_by: GatherBy = "auto",
         leaf_modules: Sequence[LeafModule] = (),
+        offload_optimizer: Offloaded = None,
+        offload_parameters: Offloaded = None,
+        nvme_path: str | Path | None = None,
         keep_fp32: Sequence[LeafModule] = (),
         nonfinite_gradients: OnNonfinite = "step",
         uneven_batches: UnevenBatches = "stop",
@@ -167,6 +178,9 @@ class ZeroStrategy(CheckpointingStrategy):
             prefetch=prefetch,
             gather_by=gather_by,
             leaf_modules=leaf_modules,
+            offload_optimizer=offload_optimizer,
+            offload_parameters=offload_parameters,
+            nvme_path=nvme_path,
         )
         self._policy = self.options.policy
         self._keep_fp32 = patterns_of("keep_fp32", keep_fp32)

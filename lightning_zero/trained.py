@@ -82,6 +82,7 @@ class TrainedPieces:
                     value.copy_(values[parameter])
             for master in self._table.masters:
                 master.store()
+                master.end_step()
                 master.parameters.times_kept += 1
 
     @contextmanager

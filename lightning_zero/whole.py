@@ -18,7 +18,8 @@ from lightning_zero.checkpoint.consolidated import (
 )
 from lightning_zero.comm import Collectives
 from lightning_zero.optim.agreement import GradientAgreement
-from lightning_zero.optim.pieces import MasterPiece, MasterShard, PieceTable
+from lightning_zero.optim.masters import MasterShard
+from lightning_zero.optim.pieces import MasterPiece, PieceTable
 from lightning_zero.params.dense import flatten
 
 

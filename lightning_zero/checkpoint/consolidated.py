@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from lightning_zero.checkpoint.names import in_torch_form
 from lightning_zero.comm import Collectives
 from lightning_zero.memory.spool import Keep, copied, gathering
-from lightning_zero.optim.pieces import MasterPiece, MasterShard, PieceTable, parameters_of
+from lightning_zero.optim.masters import MasterShard
+from lightning_zero.optim.pieces import MasterPiece, PieceTable, parameters_of
 from lightning_zero.params.bucket import ParameterBucket, ParamStatus
 from lightning_zero.plan.layout import BucketLayout, Slot
 

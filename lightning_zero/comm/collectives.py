@@ -133,7 +133,7 @@ class _GroupCollectives(Collectives):
         """See the base class."""
         sender = dist.get_global_rank(self._group, source)
         for chunk in _chunks(tensors):
-            joined = torch.cat([tensor.reshape(-1) for tensor in chunk])
+            joined = self._on_wire(torch.cat([tensor.reshape(-1) for tensor in chunk]))
             with self._meeting(f"take values from rank {source}"):
                 dist.broadcast(joined, sender, group=self._group)
             parts = torch.split(joined, [tensor.numel() for tensor in chunk])
@@ -142,7 +142,7 @@ class _GroupCollectives(Collectives):
 
     def gather(self, shard: Tensor, key: int) -> Tensor | None:
         """See the base class."""
-        shard = shard.contiguous()
+        shard = self._on_wire(shard.contiguous())
         if self.rank != 0:
             with self._meeting("bring shards to rank 0, as for a checkpoint"):
                 dist.send(shard, self._rank_zero, group=self._group, tag=self._tag(key))
@@ -186,6 +186,12 @@ class _GroupCollectives(Collectives):
                 " failed, or did not take part in time. Every rank has to make this call: take it"
                 f" out of `if rank == 0` ({type(error).__name__}: {error})"
             ) from error
+
+    def _on_wire(self, tensor: Tensor) -> Tensor:
+        """The tensor where the backend can send it: what is offloaded has to come to the device."""
+        if self.is_host_side or tensor.device.type != "cpu":
+            return tensor
+        return tensor.to(torch.device(torch.accelerator.current_device_index()))
 
     def _tag(self, key: int) -> int:
         if not 0 <= key < KEYS_PER_GENERATION:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -48,6 +49,7 @@ from lightning_zero.params.kept import check_has_effect
 from lightning_zero.params.units import LeafModule
 from lightning_zero.partition import construction, construction_of_any
 from lightning_zero.plan.layout import ShardBy
+from lightning_zero.plan.offload import Offloaded
 from lightning_zero.plan.prefetch import PrefetchOptions
 
 OTHERS_PRECISION = (
@@ -69,7 +71,7 @@ class ZeroStrategy(CheckpointingStrategy):
     Args:
         stage: 0 shards nothing (plain data parallelism), 1 shards optimizer state, 2 also
             gradients, 3 also parameters.
-        overlap_comm: As for :class:`lightning_zero.ZeroStrategy`, like all up to ``leaf_modules``.
+        overlap_comm: As for :class:`lightning_zero.ZeroStrategy`, like all up to ``nvme_path``.
         bucket_numel: Capacity of a bucket in elements.
         master_weights: Step an fp32 copy of parameters of lower precision (``bf16-true``).
         reduce_dtype: Dtype in which gradients travel and are summed.
@@ -77,6 +79,9 @@ class ZeroStrategy(CheckpointingStrategy):
         prefetch: Stage 3: how much of the parameters may be in memory and how early they come.
         gather_by: Stage 3: ``"one_sided"``, ``"collective"`` or ``"auto"``.
         leaf_modules: Stage 3: modules whose parameters travel as a whole.
+        offload_optimizer: Stages 1 to 3: ``"cpu"``, ``"nvme"`` or an ``OffloadConfig``.
+        offload_parameters: Stage 3: the same for shards of parameters.
+        nvme_path: With ``"nvme"``: a folder on a fast local disk.
         keep_fp32: With ``bf16-true`` and ``16-true``: modules that stay in fp32 and compute in it,
             as for ``leaf_modules``, and parameters and buffers by name, or ending of a name.
         nonfinite_gradients: What happens to a step whose gradients are not finite on any rank:
@@ -112,6 +117,9 @@ class ZeroStrategy(CheckpointingStrategy):
         prefetch: PrefetchOptions | Mapping[str, Any] | None = None,
         gather_by: GatherBy = "auto",
         leaf_modules: Sequence[LeafModule] = (),
+        offload_optimizer: Offloaded = None,
+        offload_parameters: Offloaded = None,
+        nvme_path: str | Path | None = None,
         keep_fp32: Sequence[LeafModule] = (),
         nonfinite_gradients: OnNonfinite = "step",
         checkpoint: Literal["consolidated", "sharded"] = "consolidated",
@@ -134,6 +142,9 @@ class ZeroStrategy(CheckpointingStrategy):
             prefetch=prefetch,
             gather_by=gather_by,
             leaf_modules=leaf_modules,
+            offload_optimizer=offload_optimizer,
+            offload_parameters=offload_parameters,
+            nvme_path=nvme_path,
         )
         self._keep_fp32 = patterns_of("keep_fp32", keep_fp32)
         self._guard = StepGuard(on_nonfinite_of(nonfinite_gradients))

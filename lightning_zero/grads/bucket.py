@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.grads.homes import DeviceHome
 from lightning_zero.memory.host import large_blocks_apart
 from lightning_zero.plan.layout import BucketLayout
 
@@ -29,6 +30,7 @@ class GradientBucket:
         parameters: Parameters in order of the slots.
         rank: Index of this rank's shard.
         wire_dtype: Dtype in which gradients travel.
+        home: Where shard gradients live; None for the device.
     """
 
     def __init__(
@@ -37,8 +39,10 @@ class GradientBucket:
         parameters: Sequence[nn.Parameter],
         rank: int,
         wire_dtype: torch.dtype,
+        home: DeviceHome | None = None,
     ) -> None:
         self.layout = layout
+        self.home = DeviceHome(parameters[0].device) if home is None else home
         self.parameters = list(parameters)
         self.wire_dtype = wire_dtype
         self.shard_dtype = torch.promote_types(wire_dtype, parameters[0].dtype)
@@ -70,11 +74,8 @@ class GradientBucket:
     def shard_grad(self) -> Tensor:
         """Averaged gradient of this rank's shard, 1-D [S]; arbitrary content at first."""
         if self._shard_grad is None:
-            first = self.parameters[0]
             with large_blocks_apart():  # it stays where buffers of this backward go
-                self._shard_grad = torch.zeros(
-                    self.layout.shard_numel, dtype=self.shard_dtype, device=first.device
-                )
+                self._shard_grad = self.home.zeros(self.layout.shard_numel, self.shard_dtype)
             self._faces = [self._make_face(slot) for slot in range(len(self.parameters))]
         return self._shard_grad
 
@@ -144,11 +145,19 @@ class GradientBucket:
         """Clear the pieces whose gradient the user has cleared; True if others must be added to."""
         for slot in set(range(len(self.parameters))) - self.arrived:
             self.note_face(slot)
+        self.home.before_accumulation(self, self.kept)
         if not self.kept:
             return False
         for slot in self.pieces.keys() - self.kept:
             self.piece_grad(slot).zero_()
         return True
+
+    def drop(self) -> None:
+        """Forget the backward under way after an error."""
+        self.home.drop()
+        self.buffer = None
+        self.arrived.clear()
+        self.kept.clear()
 
     def note_face(self, slot: int) -> None:
         """Look at a face before a new gradient comes, and take it off the parameter.
@@ -204,7 +213,8 @@ class GradientBucket:
 
     def _make_face(self, slot: int) -> Tensor:
         place, parameter = self.layout.slots[slot], self.parameters[slot]
-        if self.layout.world_size == 1 and self.shard_dtype == parameter.dtype:
+        is_whole = self.layout.world_size == 1 and self.shard_dtype == parameter.dtype
+        if is_whole and self.shard_grad.device == parameter.device:
             return self.shard_grad.as_strided(place.shape, place.stride, place.offset)
         nan = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
         return nan.expand(place.shape)

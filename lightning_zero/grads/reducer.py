@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from lightning_zero import _compat
 from lightning_zero.comm.api import Collectives, Handle
 from lightning_zero.grads.bucket import GradientBucket
+from lightning_zero.grads.homes import Landing
+from lightning_zero.memory.link import Transfer
 from lightning_zero.memory.pool import BufferPool
 from lightning_zero.observe.recorder import SILENT, Recorder, Span
 
@@ -72,6 +74,7 @@ class GradientReducer:
         self._on_complete = on_complete
         self._on_finish = on_finish
         self._in_flight: deque[_Reduction] = deque()
+        self._leaving: deque[tuple[Transfer, list[Tensor]]] = deque()
         self._next = -1
         self._scope_depth = 0
         self._is_running = False
@@ -119,7 +122,9 @@ class GradientReducer:
             self._launch(self.buckets[self._next])
         while self._in_flight:
             self._retire()
+        self._reuse(leave=0)
         for bucket in self.buckets:
+            bucket.home.settle(bucket)
             bucket.show_faces()
         self._next = len(self.buckets) - 1
         self._collectives.advance()
@@ -164,9 +169,8 @@ class GradientReducer:
             except Exception:  # a peer that is gone; the error that brought us here is raised
                 continue
         for bucket in self.buckets:
-            bucket.buffer = None
-            bucket.arrived.clear()
-            bucket.kept.clear()
+            bucket.drop()
+        self._leaving.clear()
         self._next = len(self.buckets) - 1
         self._is_running = False
         self._scope_depth = 0
@@ -236,18 +240,19 @@ class GradientReducer:
         self._next -= 1
         while len(self._in_flight) >= max(self._max_in_flight, 1):
             self._retire()
-        out = bucket.shard_grad
+        landing = bucket.home.landing(bucket, accumulate, self._pool)
         span = self._recorder.begin("reduce", bucket.layout.index, buffer.numel())
         if self._is_scattered:
             scratch_numel = self._collectives.scratch_numel(buffer.numel())
             scratch = self._pool.take(scratch_numel, bucket.wire_dtype)
             handle = self._collectives.reduce_scatter(
-                buffer, out, accumulate, bucket.layout.index, scratch
+                buffer, landing.out, landing.accumulate, bucket.layout.index, scratch
             )
-            self._in_flight.append(_Reduction(bucket, handle, scratch, span))
+            self._in_flight.append(_Reduction(bucket, handle, scratch, span, landing))
         else:
-            handle = _WholeSum(self._collectives.all_reduce(buffer), buffer, out, accumulate)
-            self._in_flight.append(_Reduction(bucket, handle, None, span))
+            summed = self._collectives.all_reduce(buffer)
+            handle = _WholeSum(summed, buffer, landing.out, landing.accumulate)
+            self._in_flight.append(_Reduction(bucket, handle, None, span, landing))
         if not self._max_in_flight:
             self._retire()
 
@@ -264,13 +269,27 @@ class GradientReducer:
                 f" {reduction.bucket.layout}: another rank has failed, or did not run a backward"
                 f" in this step and did not take part in time ({type(error).__name__}: {error})"
             ) from error
-        reduction.bucket.note_sum_spread()
         self._recorder.end(waiting)
         self._recorder.end(reduction.span)
-        for buffer in (reduction.bucket.buffer, reduction.scratch):
-            if buffer is not None:
-                self._pool.give(buffer)
+        transfer = reduction.bucket.home.take(reduction.bucket, reduction.landing)
+        buffers = [b for b in (reduction.bucket.buffer, reduction.scratch) if b is not None]
+        if reduction.landing.is_borrowed:
+            buffers.append(reduction.landing.out)
         reduction.bucket.buffer = None
+        if transfer is not None:
+            self._leaving.append((transfer, buffers))
+            self._reuse(leave=1)
+            return
+        for buffer in buffers:
+            self._pool.give(buffer)
+
+    def _reuse(self, leave: int) -> None:
+        """Recycle buffers that gradients have left for the host, but for so many of the last."""
+        while len(self._leaving) > leave:
+            transfer, buffers = self._leaving.popleft()
+            transfer.wait()
+            for buffer in buffers:
+                self._pool.give(buffer)
 
 
 def _any_nonfinite(spreads: Iterable[Tensor | None]) -> Tensor | None:
@@ -285,6 +304,7 @@ class _Reduction(NamedTuple):
     handle: Handle
     scratch: Tensor | None
     span: Span
+    landing: Landing
 
 
 class _WholeSum:

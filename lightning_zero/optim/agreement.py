@@ -78,14 +78,14 @@ class GradientAgreement:
         pieces = self._table.pieces_of(optimizer) if optimizer else self._table.pieces()
         counted = [piece for piece in pieces if piece.has_grad(used)]
         if not self._is_sharded:  # torch's own sum, as with plain data parallelism
-            norm = torch.nn.utils.get_total_norm([piece.grad for piece in counted], norm_type)
+            norm = torch.nn.utils.get_total_norm([piece.grad_as_is for piece in counted], norm_type)
             return float(norm)
         if math.isinf(norm_type):
             return self._largest(counted)
         powers = torch.zeros(1, dtype=torch.float64, device=self._device)
         for piece in counted:
-            norm = torch.linalg.vector_norm(piece.grad, norm_type, dtype=torch.float64)
-            powers += norm.pow(norm_type)
+            norm = torch.linalg.vector_norm(piece.grad_as_is, norm_type, dtype=torch.float64)
+            powers += norm.pow(norm_type).to(powers.device)
         self._collectives.agree(powers)
         return float(powers.pow(1.0 / norm_type))
 
@@ -109,7 +109,8 @@ class GradientAgreement:
         found = torch.zeros(ranks, dtype=torch.float64, device=self._device)
         for piece in pieces:
             if piece.grad.numel():
-                found[rank] = torch.maximum(found[rank], piece.grad.abs().max().double())
+                largest = piece.grad_as_is.abs().max().double().to(found.device)
+                found[rank] = torch.maximum(found[rank], largest)
         self._collectives.agree(found)
         return float(found.max())
 

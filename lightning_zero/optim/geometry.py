@@ -7,14 +7,14 @@ several times) do not, and are never stepped on slices without a word.
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lightning_zero.optim.apart import trial_twin
 
 ELEMENTWISE = frozenset(
     [
@@ -57,9 +57,6 @@ UNSUPPORTED = {
     " ranks once per step",
     "SparseAdam": "it takes sparse gradients only, and gradients travel in dense buckets",
 }
-
-TRIAL_LR = 0.1
-"""Learning rate of the trial of an unknown class."""
 
 
 def check_optimizer(optimizer: Optimizer, shard_by: str) -> None:
@@ -124,7 +121,7 @@ def state_nbytes_per_element(
     """
     weight = nn.Parameter(torch.ones(4, 6, dtype=dtype))
     try:
-        twin = _twin(optimizer, options, [weight])
+        twin = trial_twin(optimizer, options, [weight])
         weight.grad = torch.ones_like(weight)
         twin.step()
         states = [v for v in twin.state[weight].values() if isinstance(v, Tensor) and v.dim()]
@@ -148,7 +145,10 @@ def _steps_slices_alike(optimizer: Optimizer) -> bool:
     for options in optimizer.param_groups:
         whole = nn.Parameter(weight.clone())
         slices = [nn.Parameter(part.clone()) for part in torch.split(weight.flatten(), [7, 17])]
-        on_whole, on_slices = _twin(optimizer, options, [whole]), _twin(optimizer, options, slices)
+        on_whole, on_slices = (
+            trial_twin(optimizer, options, [whole]),
+            trial_twin(optimizer, options, slices),
+        )
         for grad in grads:
             whole.grad = grad.clone()
             for part, part_grad in zip(slices, torch.split(grad.flatten(), [7, 17]), strict=True):
@@ -159,24 +159,3 @@ def _steps_slices_alike(optimizer: Optimizer) -> bool:
         if not torch.allclose(whole.detach().flatten(), joined, rtol=1e-6, atol=1e-7):
             return False
     return True
-
-
-def _twin(
-    optimizer: Optimizer, options: dict[str, Any], parameters: list[nn.Parameter]
-) -> Optimizer:
-    """An optimizer with the same settings over other parameters, none of its state shared.
-
-    Only the learning rate is another one: a warm-up starts near zero, where no step shows anything.
-    """
-    twin = copy.copy(optimizer)
-    for name, value in vars(optimizer).items():  # a copy of an optimizer loses its own attributes
-        is_replaced_method = callable(value) and hasattr(type(optimizer), name)
-        if not is_replaced_method:  # by a scheduler: it would step the user's optimizer
-            vars(twin).setdefault(name, value)
-    group = {key: copy.deepcopy(value) for key, value in options.items() if key != "params"}
-    if "lr" in group:
-        lr = group["lr"]
-        group["lr"] = torch.full_like(lr, TRIAL_LR) if isinstance(lr, torch.Tensor) else TRIAL_LR
-    twin.param_groups = [{**group, "params": parameters}]
-    twin.state = defaultdict(dict)
-    return twin

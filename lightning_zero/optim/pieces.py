@@ -16,58 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.grads.bucket import GradientBucket
-from lightning_zero.params.bucket import ParameterBucket
+from lightning_zero.optim.masters import MasterShard
 from lightning_zero.plan.layout import Piece, Slot
-
-
-class MasterShard:
-    """The tensor that the optimizer steps for one bucket: the shard itself, or an fp32 copy.
-
-    Args:
-        parameters: Bucket of the parameters.
-        gradients: The same bucket's gradients.
-        has_copy: Keep an fp32 copy of a shard of lower precision.
-    """
-
-    def __init__(
-        self, parameters: ParameterBucket, gradients: GradientBucket, has_copy: bool
-    ) -> None:
-        self.parameters = parameters
-        self.gradients = gradients
-        self.has_copy = has_copy and parameters.dtype.itemsize < 4
-        self.tensor = parameters.shard.float() if self.has_copy else parameters.shard
-        self._step_grad: Tensor | None = None
-        self._zeroed = 0
-
-    @property
-    def step_grad(self) -> Tensor:
-        """Gradient in the dtype of the master, 1-D [S]; a copy only where the dtypes differ."""
-        if self._step_grad is None or self._zeroed != self.gradients.times_zeroed:
-            self._zeroed = self.gradients.times_zeroed
-            self._step_grad = self.gradients.shard_grad.to(self.tensor.dtype)
-        return self._step_grad
-
-    def release(self) -> None:
-        """Free a master that is the parameters' own shard; a copy stays for the next checkpoint."""
-        self.drop_step_grad()
-        if not self.has_copy:
-            self.tensor = torch.empty(0, device=self.tensor.device)
-
-    def drop_step_grad(self) -> None:
-        """Forget the gradient; the next use takes it from the bucket again."""
-        self._step_grad = None
-
-    def store(self) -> None:
-        """Write the master back into the parameters' shard."""
-        if self.has_copy:
-            self.parameters.store_shard(self.tensor)
-
-    def refresh(self) -> None:
-        """Follow the parameters' shard where someone else has written to it; keep the rest."""
-        if self.has_copy:
-            shard = self.parameters.shard
-            was_written = shard != self.tensor.to(shard.dtype)
-            torch.where(was_written, shard.float(), self.tensor, out=self.tensor)
 
 
 class MasterPiece:
@@ -91,7 +41,7 @@ class MasterPiece:
         self.tensor = nn.Parameter(self.view(master.tensor.detach()))
 
     def release(self) -> None:
-        """Keep the shape of the piece, but not its master; a copied master stays."""
+        """Keep the shape of the piece, but not its master; a more precise one stays."""
         if not self.master.has_copy:
             self.tensor = nn.Parameter(torch.empty_like(self.tensor, device="meta"))
 
@@ -103,8 +53,21 @@ class MasterPiece:
 
     @property
     def grad(self) -> Tensor:
-        """Gradient of the piece, a view."""
+        """Gradient of the piece in the dtype of its master, a view."""
         return self.view(self.master.step_grad)
+
+    @property
+    def grad_as_is(self) -> Tensor:
+        """Gradient of the piece to be read, in the dtype it has: no copy is made."""
+        return self.view(self.master.grad_as_is)
+
+    def scale_grad(self, factor: Tensor) -> None:
+        """Multiply the gradient.
+
+        Args:
+            factor: 0-d fp32.
+        """
+        self.master.scale_grad(self.piece, factor)
 
     def view(self, shard: Tensor) -> Tensor:
         """The piece of a shard: 1-D, or of the true shape if the whole parameter is here."""

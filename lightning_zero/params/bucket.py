@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from lightning_zero import _compat
 from lightning_zero.comm.api import Gathers, Handle
+from lightning_zero.memory.link import HostLink
 from lightning_zero.params.values import WHOLE, Values
 from lightning_zero.plan.layout import BucketLayout, Piece
 
@@ -65,6 +66,7 @@ class ParameterBucket:
         gathers: Brings the shards together.
         is_resident: Keep the full tensor between uses.
         values: Where the parameters' initial values are.
+        link: The way to host memory, if the shard of a bucket that comes and goes lives there.
     """
 
     def __init__(
@@ -74,17 +76,21 @@ class ParameterBucket:
         gathers: Gathers,
         is_resident: bool,
         values: Values = WHOLE,
+        link: HostLink | None = None,
     ) -> None:
         first = parameters[0]
         self.layout = layout
         self.parameters = list(parameters)
         self.is_resident = is_resident
+        self.link = link
         self._gathers = gathers
         self._handle: Handle | None = None
         self._shown: list[Tensor] = []
         self._versions: list[int] = []
         self.times_kept = 0
         """How often what a user wrote to parameters was taken as their values."""
+        self.revision = 0
+        """Counts changes of the shard, but for those of which nobody is told (``param.data``)."""
         self.status = ParamStatus.AVAILABLE if is_resident else ParamStatus.NOT_AVAILABLE
         with torch.no_grad():
             self._own = slice(*layout.shard_range(gathers.rank % layout.world_size))
@@ -98,7 +104,7 @@ class ParameterBucket:
             self._blank_value = self._blanks[:1].clone()
             self._show(self._placeholders)  # frees what the parameters had, before more is taken
             self.flat = taken if is_resident else taken.new_empty(layout.padded_numel)
-            self.shard = self.flat[self._own] if is_resident else taken
+            self.shard = self.flat[self._own] if is_resident else _at_home(taken, link)
         self._views = self._make_views()
         self._own_users = _compat.storage_users(self.flat)
         self._idle_references: list[int] = []
@@ -146,10 +152,15 @@ class ParameterBucket:
         if not self.is_resident:
             self.flat.untyped_storage().resize_(self._flat_nbytes)
             self._own_users = _compat.storage_users(self.flat)
-            with torch.no_grad():
+        shard = self.shard
+        with torch.no_grad():
+            if self.link is not None:
+                shard = self.flat[self._own]
+                self.link.to_device(self.shard, shard).wait()
+            elif not self.is_resident:
                 self.flat[self._own].copy_(self.shard)
         try:
-            self._handle = self._gathers.all_gather(self.flat, self.shard, key)
+            self._handle = self._gathers.all_gather(self.flat, shard, key)
         except RuntimeError as error:
             raise self._failed(error) from error
 
@@ -221,6 +232,7 @@ class ParameterBucket:
 
         Autograd compares versions of parameters, and the update went past them.
         """
+        self.revision += 1
         for parameter in self.parameters:
             torch.autograd.graph.increment_version(parameter)
         self._versions = [parameter._version for parameter in self.parameters]
@@ -290,6 +302,7 @@ class ParameterBucket:
         """
         self.take_assigned_values()
         self.times_kept += 1
+        self.revision += 1
         self._versions = [parameter._version for parameter in self.parameters]
         if not self.is_resident:
             self.shard.copy_(self.flat[self._own])
@@ -327,7 +340,7 @@ class ParameterBucket:
         """
         if self.layout.world_size != 1:
             raise RuntimeError(f"{self}: {self.layout.world_size} ranks hold shards, not one")
-        self._restore(self.shard)
+        self._restore(self.shard.to(self.flat.device))
 
     def _restore(self, flat: Tensor, values: Values = WHOLE) -> None:
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
@@ -354,6 +367,15 @@ class ParameterBucket:
 
     def __str__(self) -> str:
         return str(self.layout)
+
+
+def _at_home(shard: Tensor, link: HostLink | None) -> Tensor:
+    """A shard where it lives between uses."""
+    if link is None:
+        return shard
+    home = link.zeros(shard.numel(), shard.dtype)
+    link.to_host(shard, home).wait_on_host()
+    return home
 
 
 def is_placeholder(parameter: Tensor) -> bool:

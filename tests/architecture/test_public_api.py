@@ -27,6 +27,9 @@ KEYWORDS = {  # in order, with their defaults
     "prefetch": None,
     "gather_by": "auto",
     "leaf_modules": (),
+    "offload_optimizer": None,
+    "offload_parameters": None,
+    "nvme_path": None,
     "keep_fp32": (),
     "nonfinite_gradients": "step",
     "uneven_batches": "stop",
@@ -60,6 +63,7 @@ FUNCTIONS = (ast.FunctionDef, ast.ClassDef)
 
 def test_package_exports_these_names():
     assert sorted(lightning_zero.__all__) == [
+        "OffloadConfig",
         "ParamStatus",
         "PrefetchOptions",
         "ShardGroups",
@@ -113,9 +117,20 @@ def test_strategy_is_a_ddp_strategy():
     assert issubclass(lightning_zero.fabric.ZeroStrategy, FabricDDPStrategy)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_registered_name_makes_a_strategy_of_its_stage(stage):
-    name = f"zero_stage_{stage}"
+NAMES = {
+    "zero_stage_1": (1, None, None),
+    "zero_stage_2": (2, None, None),
+    "zero_stage_3": (3, None, None),
+    "zero_stage_2_offload": (2, "cpu", None),
+    "zero_stage_3_offload": (3, "cpu", "cpu"),
+    "zero_stage_3_nvme": (3, "nvme", "nvme"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_registered_name_makes_a_strategy_of_its_stage(name, monkeypatch, tmp_path):
+    monkeypatch.setenv("LIGHTNING_ZERO_NVME_PATH", str(tmp_path))
+    stage, optimizer, parameters = NAMES[name]
     options = {"accelerator": "cpu", "devices": 1, "strategy": name}
     for registry, made, kind in (
         (StrategyRegistry, Trainer(**options, logger=False).strategy, ZeroStrategy),
@@ -124,12 +139,21 @@ def test_registered_name_makes_a_strategy_of_its_stage(stage):
         assert name in registry.available_strategies()
         assert type(made) is kind
         assert made.options.stage == stage
+        plan = made.options.offload
+        assert (plan.optimizer and plan.optimizer.device) == optimizer
+        assert (plan.parameters and plan.parameters.device) == parameters
+
+
+def test_name_with_files_says_that_a_folder_is_missing(monkeypatch):
+    monkeypatch.delenv("LIGHTNING_ZERO_NVME_PATH", raising=False)
+    with pytest.raises(ValueError, match="LIGHTNING_ZERO_NVME_PATH"):
+        Trainer(accelerator="cpu", devices=1, strategy="zero_stage_3_nvme", logger=False)
 
 
 @pytest.mark.parametrize("registry", [StrategyRegistry, STRATEGY_REGISTRY])
 def test_no_other_names_are_registered(registry):
     ours = {name for name in registry.available_strategies() if name.startswith("zero")}
-    assert ours == {"zero_stage_1", "zero_stage_2", "zero_stage_3"}
+    assert ours == set(NAMES)
 
 
 @pytest.mark.parametrize("file", sorted(trees()))

@@ -1,0 +1,173 @@
+"""Where shard gradients live, and how reductions get there.
+
+[Note: gradients on the host]
+Where the optimizer is offloaded, shard gradients live in host memory. A reduction ends in a buffer
+of the device, from where it leaves at once, while backward goes on; to a gradient that is there
+already it is added by the host. What they are to be multiplied with to clip them is done with the
+step, which passes over them anyway.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_zero.memory.link import HostLink, Transfer
+from lightning_zero.memory.pool import BufferPool
+from lightning_zero.plan.layout import BucketLayout
+
+
+class Reduced(Protocol):
+    """A bucket of gradients, as its home sees it."""
+
+    layout: BucketLayout
+    buffer: Tensor | None
+    """1-D [N], collected gradients."""
+    wire_dtype: torch.dtype
+    shard_dtype: torch.dtype
+
+    @property
+    def shard_grad(self) -> Tensor:
+        """1-D [S]."""
+
+    def piece_grad(self, slot: int) -> Tensor:
+        """This rank's piece of it, a view."""
+
+    def note_sum_spread(self) -> None:
+        """A sum over the ranks is in the gradient."""
+
+
+class Landing(NamedTuple):
+    """Where a reduction ends."""
+
+    out: Tensor
+    """1-D [S], on the device."""
+
+    accumulate: bool
+    """The reduction adds to what is in ``out``."""
+
+    is_borrowed: bool = False
+    """``out`` is a buffer from the pool."""
+
+    joins: bool = False
+    """What has landed is to be added to the gradient on the host."""
+
+
+class DeviceHome:
+    """Gradients stay on the device; reductions end in them.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """1-D memory."""
+        return torch.zeros(numel, dtype=dtype, device=self._device)
+
+    def landing(self, bucket: Reduced, accumulate: bool, pool: BufferPool) -> Landing:
+        """Where the next reduction is to end.
+
+        Args:
+            bucket: The bucket.
+            accumulate: There is a gradient to add to.
+            pool: Buffers of the device.
+        """
+        return Landing(bucket.shard_grad, accumulate)
+
+    def take(self, bucket: Reduced, landing: Landing) -> Transfer | None:
+        """A reduction has ended; what it has left on the device is brought to its place.
+
+        Returns:
+            The way of it to the host, if it leaves: the buffer is free when it has ended.
+        """
+        bucket.note_sum_spread()
+        return None
+
+    def settle(self, bucket: Reduced) -> None:
+        """Wait until all that was reduced is in the gradient."""
+
+    def drop(self) -> None:
+        """Forget what is under way, after an error."""
+
+    def before_accumulation(self, bucket: Reduced, kept: set[int]) -> None:
+        """More is about to be added to the gradients of these slots; others begin anew."""
+
+
+class HostHome(DeviceHome):
+    """Gradients live in host memory, see [Note: gradients on the host].
+
+    Args:
+        link: The way there.
+    """
+
+    def __init__(self, link: HostLink) -> None:
+        super().__init__(torch.device("cpu"))
+        self._link = link
+        self._leaving: list[tuple[Transfer, Tensor | None]] = []
+        self.factors: dict[int, Tensor] = {}
+        """Slots whose gradient is still to be multiplied, by a 0-d fp32 each."""
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """See the base class."""
+        return self._link.zeros(numel, dtype)
+
+    def landing(self, bucket: Reduced, accumulate: bool, pool: BufferPool) -> Landing:
+        """See the base class."""
+        buffer = bucket.buffer
+        if bucket.layout.world_size == 1 and buffer is not None:  # nothing is summed: it leaves
+            return Landing(buffer, accumulate=False, joins=accumulate)
+        dtype = bucket.wire_dtype if accumulate else bucket.shard_dtype
+        out = pool.take(bucket.layout.shard_numel, dtype)
+        return Landing(out, accumulate=False, is_borrowed=True, joins=accumulate)
+
+    def take(self, bucket: Reduced, landing: Landing) -> Transfer | None:
+        """See the base class."""
+        staging = None
+        if landing.joins:
+            staging = self.zeros(landing.out.numel(), landing.out.dtype)
+        target = bucket.shard_grad if staging is None else staging
+        transfer = self._link.to_host(landing.out, target)
+        self._leaving.append((transfer, staging))
+        return transfer
+
+    def settle(self, bucket: Reduced) -> None:
+        """See the base class."""
+        for transfer, staging in self._leaving:
+            transfer.wait_on_host()
+            if staging is not None:
+                bucket.shard_grad.add_(staging)
+            bucket.note_sum_spread()
+        self._leaving.clear()
+
+    def drop(self) -> None:
+        """See the base class."""
+        self._leaving.clear()
+        self.factors.clear()
+
+    def before_accumulation(self, bucket: Reduced, kept: set[int]) -> None:
+        """See the base class."""
+        self.factors = {slot: f for slot, f in self.factors.items() if slot in kept}
+        self.apply_factors(bucket)
+
+    def scale_later(self, bucket: Reduced, slot: int, factor: Tensor) -> None:
+        """Multiply a gradient when it is used next.
+
+        Args:
+            bucket: The bucket.
+            slot: Of a piece of this rank.
+            factor: 0-d fp32.
+        """
+        if slot in self.factors:  # one after the other: their product would be rounded first
+            self.apply_factors(bucket)
+        self.factors[slot] = factor.to("cpu")
+
+    def apply_factors(self, bucket: Reduced) -> None:
+        """Multiply what was to be multiplied later."""
+        for slot, factor in self.factors.items():
+            bucket.piece_grad(slot).mul_(factor)
+        self.factors.clear()

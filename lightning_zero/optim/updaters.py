@@ -1,0 +1,168 @@
+"""Where a step happens: on the device, in the user's optimizer, or on the host.
+
+[Note: steps on the host]
+What is offloaded is stepped within the user's ``optimizer.step()``, after all hooks that the user
+has set before it, and before those after it: bucket by bucket, while the bucket before travels to
+the device. Then the gradients of these pieces are gone, and the optimizer itself passes over them,
+as it does over any parameter without a gradient.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero import _compat
+from lightning_zero.optim.apart import ApartSteps, steps_apart
+from lightning_zero.optim.bucket_steps import Group, step_bucket
+from lightning_zero.optim.masters import HostMaster, MasterShard, refresh_together
+from lightning_zero.optim.pieces import MasterPiece, PieceTable
+
+Used = frozenset[nn.Parameter]
+"""Parameters that some rank has a gradient for."""
+
+
+class Updater(ABC):
+    """Steps the master shards of this rank with the user's optimizers.
+
+    Args:
+        table: This rank's pieces.
+    """
+
+    def __init__(self, table: PieceTable) -> None:
+        self._table = table
+
+    @contextmanager
+    def stepping(self, optimizer: Optimizer, used: Used) -> Iterator[None]:
+        """While inside, the optimizer steps this rank's pieces; shards have new values after it.
+
+        Args:
+            optimizer: The user's optimizer, to be stepped inside.
+            used: Parameters that some rank has a gradient for.
+        """
+        masters = self._table.masters_of(optimizer)
+        refresh_together(masters)
+        with self._stepping(optimizer, masters, used):
+            yield
+        for master in masters:
+            master.end_step()
+
+    @contextmanager
+    @abstractmethod
+    def _stepping(
+        self, optimizer: Optimizer, masters: Sequence[MasterShard], used: Used
+    ) -> Iterator[None]:
+        """As :meth:`stepping`; masters that were stepped are on their way back after it."""
+        yield
+
+
+class WholeUpdater(Updater):
+    """The user's optimizer steps all pieces at once, where they are."""
+
+    @contextmanager
+    def _stepping(
+        self, optimizer: Optimizer, masters: Sequence[MasterShard], used: Used
+    ) -> Iterator[None]:
+        with self._table.swapped(optimizer, used):
+            yield
+        for master in masters:
+            master.store()
+
+
+class HostUpdater(WholeUpdater):
+    """Steps bucket by bucket what is on the host, see [Note: steps on the host].
+
+    Args:
+        table: This rank's pieces.
+    """
+
+    def __init__(self, table: PieceTable) -> None:
+        super().__init__(table)
+        self._apart: dict[type[Optimizer], bool] = {}
+
+    @contextmanager
+    def _stepping(
+        self, optimizer: Optimizer, masters: Sequence[MasterShard], used: Used
+    ) -> Iterator[None]:
+        if not self.steps_apart(optimizer):
+            with super()._stepping(optimizer, masters, used):
+                yield
+            return
+        step = _BucketwiseStep(optimizer, self._table, masters, used)
+        # The last of the user's own hooks comes before it, and sees what is about to be stepped.
+        handle = optimizer.register_step_pre_hook(step.run)
+        hidden = frozenset() if _compat.has_step_hooks(optimizer, besides=1) else step.hidden()
+        try:
+            with self._table.swapped(optimizer, used - hidden):
+                yield
+        finally:
+            handle.remove()
+        step.finish()
+
+    def steps_apart(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer may be stepped bucket by bucket."""
+        kind = type(optimizer)
+        if kind not in self._apart:
+            self._apart[kind] = steps_apart(optimizer)
+        return self._apart[kind]
+
+
+class _BucketwiseStep:
+    """One step of an optimizer, of which each bucket is stepped by itself."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        table: PieceTable,
+        masters: Sequence[MasterShard],
+        used: Used,
+    ) -> None:
+        self._masters = masters
+        self._stepped: set[MasterShard] = set()
+        self._groups: dict[MasterShard, list[Group]] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            by_master: dict[MasterShard, list[MasterPiece]] = {}
+            for parameter in group["params"]:
+                piece = table.piece(parameter)
+                if piece is not None and piece.has_grad(used):
+                    by_master.setdefault(piece.master, []).append(piece)
+            for master, pieces in by_master.items():
+                self._groups.setdefault(master, []).append(Group(number, pieces))
+
+    def hidden(self) -> Used:
+        """Parameters whose gradients need not be made for the optimizer to see."""
+        return frozenset(
+            piece.parameter
+            for master, groups in self._groups.items()
+            if isinstance(master, HostMaster) and not master.has_made_grad
+            for group in groups
+            for piece in group.pieces
+        )
+
+    @torch.no_grad()
+    def run(self, optimizer: Optimizer, args: Any, options: Any) -> None:
+        """Hook before the optimizer's own step, which has nothing left to do after it."""
+        found_inf = getattr(optimizer, "found_inf", None)  # of a loss scaler: the step is left out
+        if found_inf is None or not bool(found_inf):
+            apart = ApartSteps(optimizer)
+            # What is on an accelerator runs there while the host steps the rest.
+            for master in sorted(self._groups, key=lambda master: master.is_on_host):
+                step_bucket(optimizer, apart, master, self._groups[master])
+                self._stepped.add(master)
+        for groups in self._groups.values():
+            for group in groups:
+                for piece in group.pieces:
+                    piece.tensor.grad = None
+        self._groups.clear()
+
+    def finish(self) -> None:
+        """Store what was not stepped here, or not on the host."""
+        for master in self._masters:
+            if master not in self._stepped:
+                master.store()
