@@ -108,17 +108,17 @@ class ZeroEngine:
         self._shards: ShardReads = OwnReads()
         if self._policy.shards_parameters:
             self._shards = groups.reads(options.gather_by)
+        has_copies = options.master_weights is not False
         self._places = Places(
-            options.offload, self.device, options.master_weights is not False, options.wire_dtype
+            options.offload, self.device, has_copies, options.wire_dtype, groups.control
         )
-        link = self._places.parameter_link
-        parts = partition(module, options, groups, self._shards, link)
+        parts = partition(module, options, groups, self._shards, self._places.make_home)
         self._buckets = parts.buckets
         self._slices = parts.slices
         self.coordinator = ParameterCoordinator(
             parts.buckets, self._shards, options.prefetch_options, options.overlap_comm, recorder
         )
-        self.table = PieceTable(self._places.masters(parts.trainable()))
+        self.table = PieceTable(self._places.masters(parts.trainable(), optimizers))
         self._updater = self._places.updater(self.table)
         self._reducer = GradientReducer(
             [master.gradients for master in self.table.masters],
@@ -399,6 +399,7 @@ class ZeroEngine:
             watch_again(slices, self.module)
         self._buckets = []
         self.table.release()
+        self._places.close()
 
     def abandon(self) -> None:
         """Take the engine off the module without any transfer, after an error.
@@ -410,6 +411,7 @@ class ZeroEngine:
         self.abort_step()
         self._shards.abandon()
         self._take_off()
+        self._places.close()
         if all(bucket.layout.world_size == 1 for bucket in self._buckets):
             for bucket in self._buckets:
                 bucket.restore_from_shard()
@@ -500,7 +502,7 @@ class ZeroEngine:
             new = [p for p in found if self.coordinator.bucket_of(p) is None]
             self.groups.control.broadcast([p.data for p in new])
             wanted = {p for p in new if p in trained or self._policy.shards_parameters}
-            place = self.options, self.groups, self._shards, self._places.parameter_link
+            place = self.options, self.groups, self._shards, self._places.make_home
             units, buckets = grow(self.module, wanted, *place, first_index=len(self._buckets))
             self._buckets += buckets
             known = {master.parameters for master in self.table.masters}
@@ -509,7 +511,7 @@ class ZeroEngine:
             with self.coordinator.residency.update("newly trained parameters"):
                 self.coordinator.add(buckets, thawed)
                 self._shards.extend({b.layout.index: b.shard for b in buckets if not b.is_resident})
-            self.table.add(self._places.masters(thawed))
+            self.table.add(self._places.masters(thawed, self._optimizers))
             gradients = [master.gradients for master in self.table.masters]
             self._reducer.follow(in_model_order(gradients, self.names))
             self._agreement.ask_again()

@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from lightning_zero import _compat
 from lightning_zero.comm import ShardGroups, ShardReads
 from lightning_zero.config import ZeroOptions
-from lightning_zero.memory.link import HostLink
 from lightning_zero.memory.room import fits_everywhere
 from lightning_zero.optim import geometry
 from lightning_zero.optim.pieces import parameters_of
 from lightning_zero.params.bucket import ParameterBucket, is_placeholder
 from lightning_zero.params.construction import sharded_construction
 from lightning_zero.params.meta import materialize
+from lightning_zero.params.shard_homes import MakeHome
 from lightning_zero.params.sliced import SlicedParameters, owner_of
 from lightning_zero.params.units import Unit, module_units
 from lightning_zero.params.values import WHOLE, Values
@@ -137,7 +137,7 @@ def partition(
     options: ZeroOptions,
     groups: ShardGroups,
     shards: ShardReads,
-    link: HostLink | None = None,
+    make_home: MakeHome | None = None,
 ) -> Partition:
     """Lay the parameters of a module into buckets; they become views of them.
 
@@ -148,7 +148,7 @@ def partition(
         options: What to shard.
         groups: Collectives over the ranks that share the states.
         shards: Brings the shards of buckets together that come and go.
-        link: The way to host memory, if the shards of those live there.
+        make_home: Makes the place where their shards live, if that is not on the device.
     """
     policy = options.policy
     slices = owner_of(module)
@@ -157,7 +157,7 @@ def partition(
         slices.rest()
         values = slices
     wanted = {p for p in module.parameters() if p.requires_grad or policy.shards_parameters}
-    units, buckets = _lay_out(module, wanted, options, groups, shards, values, link)
+    units, buckets = _lay_out(module, wanted, options, groups, shards, values, make_home)
     if slices is not None:
         slices.restore(p for p in module.parameters() if slices.holds(p))
         slices.unwatch(module.modules())
@@ -170,7 +170,7 @@ def grow(
     options: ZeroOptions,
     groups: ShardGroups,
     shards: ShardReads,
-    link: HostLink | None,
+    make_home: MakeHome | None,
     first_index: int,
 ) -> tuple[list[Unit], list[ParameterBucket]]:
     """Lay parameters into buckets of their own, in a module that has been partitioned before.
@@ -181,13 +181,13 @@ def grow(
         options: What to shard.
         groups: Collectives over the ranks that share the states.
         shards: Brings the shards of buckets together that come and go.
-        link: The way to host memory, if the shards of those live there.
+        make_home: Makes the place where their shards live, if that is not on the device.
         first_index: Index of the first new bucket.
 
     Returns:
         Units of the whole model, and the new buckets.
     """
-    return _lay_out(module, wanted, options, groups, shards, WHOLE, link, first_index)
+    return _lay_out(module, wanted, options, groups, shards, WHOLE, make_home, first_index)
 
 
 def _lay_out(
@@ -197,7 +197,7 @@ def _lay_out(
     groups: ShardGroups,
     shards: ShardReads,
     values: Values,
-    link: HostLink | None,
+    make_home: MakeHome | None,
     first_index: int = 0,
 ) -> tuple[list[Unit], list[ParameterBucket]]:
     """Units of the whole module, and buckets of the parameters that are wanted."""
@@ -233,8 +233,8 @@ def _lay_out(
         parameters = [found[slot.fqn][1] for slot in layout.slots]
         is_resident = not policy.shards_parameters or parameters[0] in persistent
         gathers = groups.parameters if is_resident else shards
-        home = None if is_resident else link
-        buckets.append(ParameterBucket(layout, parameters, gathers, is_resident, values, home))
+        where = is_resident, values, make_home
+        buckets.append(ParameterBucket(layout, parameters, gathers, *where))
     return units, buckets
 
 

@@ -316,12 +316,20 @@ def _is_of_another_parameter(shapes: Mapping[str, tuple[int, ...]], shape: tuple
 
 
 def _cut_states(piece: MasterPiece, saved: State) -> State:
-    states = {key: cut_state(piece, value) for key, value in saved.items()}
+    states = {key: _adopted(piece, key, cut_state(piece, value)) for key, value in saved.items()}
     master = states.pop(MASTER_KEY, None)
     if master is not None and piece.master.has_copy:
         with torch.no_grad():
             piece.tensor.copy_(master)
     return states
+
+
+def _adopted(piece: MasterPiece, key: str, value: Any) -> Any:
+    """A state, moved to where the master's bucket has such states."""
+    if key == MASTER_KEY or not isinstance(value, Tensor) or value.shape != piece.tensor.shape:
+        return value
+    room = piece.master.room_for_state(key, value.dtype)
+    return value if room is None else piece.view(room).copy_(value)
 
 
 def cut_state(piece: MasterPiece, value: Any) -> Any:

@@ -32,6 +32,8 @@ class Gathers(Protocol):
 
     rank: int
     world_size: int
+    needs_own: bool
+    """Whether the own part of a flat tensor is read when its gather begins, not when it ends."""
 
     def all_gather(self, flat: Tensor, shard: Tensor, key: int) -> Handle:
         """Fill a flat tensor 1-D [N] with the shards 1-D [S] of all ranks, in place."""
@@ -48,6 +50,7 @@ class Collectives(ABC):
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.needs_own = True
         self.is_host_side = True
         """Whether transfers go through host memory, so that a thread can answer as well."""
         self.sent_nbytes = 0

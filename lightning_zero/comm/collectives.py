@@ -189,7 +189,8 @@ class _GroupCollectives(Collectives):
 
     def _on_wire(self, tensor: Tensor) -> Tensor:
         """The tensor where the backend can send it: what is offloaded has to come to the device."""
-        if self.is_host_side or tensor.device.type != "cpu":
+        is_on_host = tensor.device.type == "cpu" and torch.accelerator.is_available()
+        if self.is_host_side or not is_on_host:
             return tensor
         return tensor.to(torch.device(torch.accelerator.current_device_index()))
 

@@ -52,8 +52,8 @@ class ShardReads(ABC):
     """Reads of shards of all ranks, and the fence between two versions of them."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
+        self.rank, self.world_size = rank, world_size
+        self.needs_own = False
         self.sent_nbytes = 0
         """Bytes this rank has sent to ranks that have read from it."""
 
@@ -151,6 +151,7 @@ class CollectiveReads(ShardReads):
     def __init__(self, collectives: Collectives, control: Collectives) -> None:
         super().__init__(collectives.rank, collectives.world_size)
         self._collectives, self._control = collectives, control
+        self.needs_own = True
         self._note = 0
 
     def open(self, shards: Mapping[int, Tensor]) -> None:

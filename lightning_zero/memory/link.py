@@ -175,6 +175,13 @@ class Staging:
             target: On the device, of the same shape and dtype.
         """
         transfer = self._link.to_device(taken, target)
-        buffer = taken if taken._base is None else taken._base
-        self._free.append((buffer, transfer))
+        self._free.append((_whole(taken), transfer))
         return transfer
+
+    def give(self, taken: Tensor) -> None:
+        """Let the memory be taken again."""
+        self._free.append((_whole(taken), None))
+
+
+def _whole(taken: Tensor) -> Tensor:
+    return taken if taken._base is None else taken._base

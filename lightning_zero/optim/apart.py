@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -41,25 +41,30 @@ class ApartSteps:
     """Steps tensors of an optimizer, some at a time, within one step of it.
 
     Args:
-        optimizer: The user's optimizer; its groups are read, and its state is written to.
+        optimizer: The user's optimizer.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._twin = twin_of(optimizer)
-        self._twin.state = optimizer.state
         self._has_fused = type(optimizer) in FUSED_ON_HOST
 
-    def step(self, group: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+    def step(
+        self,
+        group: Mapping[str, Any],
+        tensors: Sequence[tuple[Tensor, MutableMapping[str, Any]]],
+    ) -> None:
         """Step tensors that have their gradients.
 
         Args:
             group: The user's group that they belong to.
-            tensors: What to step, all on one device.
+            tensors: What to step, all on one device, each with its state, which is written to.
         """
-        options = {**group, "params": list(tensors)}
-        if self._has_fused and _may_be_fused(options, tensors):
+        weights = [weight for weight, _ in tensors]
+        options = {**group, "params": weights}
+        if self._has_fused and _may_be_fused(options, weights):
             options["fused"] = True
         self._twin.param_groups = [options]
+        self._twin.state = defaultdict(dict, tensors)
         self._twin.step()
 
 

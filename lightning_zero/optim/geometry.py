@@ -111,6 +111,20 @@ def state_nbytes_per_element(
 ) -> float | None:
     """Bytes of state that an optimizer is going to have for each element of a parameter.
 
+    Args: as for :func:`elementwise_states`.
+
+    Returns:
+        None where that depends on the shape of the parameter, or the trial fails.
+    """
+    states = elementwise_states(optimizer, options, dtype)
+    return None if states is None else float(sum(kind.itemsize for kind in states.values()))
+
+
+def elementwise_states(
+    optimizer: Optimizer, options: dict[str, Any], dtype: torch.dtype
+) -> dict[str, torch.dtype] | None:
+    """Names and dtypes of the states that an optimizer is going to have for each element.
+
     Args:
         optimizer: The optimizer; a twin of it is tried on a small matrix.
         options: The options of one of its groups.
@@ -124,12 +138,13 @@ def state_nbytes_per_element(
         twin = trial_twin(optimizer, options, [weight])
         weight.grad = torch.ones_like(weight)
         twin.step()
-        states = [v for v in twin.state[weight].values() if isinstance(v, Tensor) and v.dim()]
+        every = twin.state[weight].items() if weight in twin.state else ()
+        states = {key: v for key, v in every if isinstance(v, Tensor) and v.dim()}
     except Exception:  # what it has is seen when it has stepped
         return None
-    if any(state.shape != weight.shape for state in states):
+    if any(state.shape != weight.shape for state in states.values()):
         return None
-    return sum(state.nbytes for state in states) / weight.numel()
+    return {key: state.dtype for key, state in states.items()}
 
 
 def _requires_closure(optimizer: Optimizer) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -78,6 +78,15 @@ class MasterShard:
         grad = self.step_grad[piece.shard_offset : piece.shard_offset + piece.numel]
         grad.mul_(factor.to(grad.device))
 
+    def room_for_state(self, key: str, dtype: torch.dtype) -> Tensor | None:
+        """Where a state that comes from elsewhere is to be written, 1-D [S]; None for anywhere.
+
+        Args:
+            key: Its name in the optimizer.
+            dtype: Its dtype.
+        """
+        return None
+
     def release(self) -> None:
         """Free a master that says no more than the parameters; any other may be saved yet."""
         self.drop_step_grad()
@@ -152,7 +161,7 @@ class HostMaster(MasterShard):
     @property
     def is_apart(self) -> bool:
         """See the base class; a shard on the host that is precise enough is stepped itself."""
-        return self.has_copy or self.parameters.link is None
+        return self.has_copy or self.parameters.home is None or not self.parameters.home.is_memory
 
     @property
     def grad_as_is(self) -> Tensor:
@@ -185,6 +194,21 @@ class HostMaster(MasterShard):
         super().drop_step_grad()
 
     @property
+    def factors(self) -> Mapping[int, Tensor]:
+        """What gradients are still to be multiplied with, by slot."""
+        return self._home.factors
+
+    @property
+    def grad_unscaled(self) -> Tensor:
+        """Gradient without the factors that are still to come, 1-D [S], in the dtype it has."""
+        return super().grad_as_is
+
+    @property
+    def has_plain_grad(self) -> bool:
+        """Whether the gradient is there in the dtype of the master."""
+        return self.has_made_grad or self.gradients.shard_dtype == self.tensor.dtype
+
+    @property
     def has_made_grad(self) -> bool:
         """Whether there is a gradient in the dtype of the master, which may have been changed."""
         return self._made_grad() is not None
@@ -197,28 +221,42 @@ class HostMaster(MasterShard):
         """
         if not self.has_copy:
             return None
-        shard = self.parameters.shard
-        if shard.device.type == "cpu":
-            return shard
-        return self._staging.take(shard.numel(), shard.dtype)
+        here, shard = shard_in_memory(self.parameters), self.parameters.shard
+        return here if here is not None else self._staging.take(shard.numel(), shard.dtype)
 
-    def store(self, copy: Tensor | None = None) -> None:
+    def store(self, copy: Tensor | None = None, is_copied: bool = False) -> None:
         """See the base class; does not wait for the copy to the device.
 
         Args:
-            copy: What :meth:`room_for_copy` has given, written by the step; None if it was not.
+            copy: What :meth:`room_for_copy` has given; None to ask for it.
+            is_copied: The step has written all that it stepped to it.
         """
         if not self.is_apart:
             return
-        shard = self.parameters.shard
-        if copy is None and self.has_copy:
-            copy = self.room_for_copy()
-            if copy is not None:
-                copy.copy_(self.tensor)
         if copy is None:
-            self._stored = self._link.to_device(self.tensor, shard)
-        elif copy is not shard:
-            self._stored = self._staging.send(copy, shard)
+            copy, is_copied = self.room_for_copy(), False
+        if copy is not None and not is_copied:
+            copy.copy_(self.tensor)
+        self.send(self.tensor if copy is None else copy)
+
+    def send(self, values: Tensor) -> None:
+        """Bring new values to the parameters' shard; may be under way when this returns.
+
+        Args:
+            values: The master, or what :meth:`room_for_copy` has given.
+        """
+        shard = self.parameters.shard
+        is_staged = values is not self.tensor
+        if values is shard_in_memory(self.parameters):
+            return
+        if self.parameters.home is not None:  # a file
+            self.parameters.store_shard(values)
+            if is_staged:
+                self._staging.give(values)
+        elif is_staged:
+            self._stored = self._staging.send(values, shard)
+        else:
+            self._stored = self._link.to_device(values, shard)
 
     def end_step(self) -> None:
         """See the base class."""
@@ -261,6 +299,12 @@ class HostMaster(MasterShard):
         here = self._link.zeros(shard.numel(), shard.dtype)
         self._link.to_host(shard, here).wait_on_host()
         self._follow(here)
+
+
+def shard_in_memory(bucket: ParameterBucket) -> Tensor | None:
+    """The shard of a bucket, if it lies in memory of the CPU."""
+    is_here = bucket.shard.device.type == "cpu" and (bucket.home is None or bucket.home.is_memory)
+    return bucket.shard if is_here else None
 
 
 def refresh_together(masters: Iterable[MasterShard]) -> None:

@@ -1,19 +1,29 @@
-"""Where the states of each bucket live: on the device, or on the host."""
+"""Where the states of each bucket live: on the device, in host memory, or in files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
+from lightning_zero.comm import Collectives
+from lightning_zero.comm.agreed import agreed
 from lightning_zero.grads.bucket import GradientBucket
 from lightning_zero.grads.homes import HostHome
 from lightning_zero.memory.link import HostLink, Staging, make_link
+from lightning_zero.memory.run_folder import RunFolder
+from lightning_zero.memory.streams import ReadAhead, StateStream
+from lightning_zero.optim.apart import steps_apart
+from lightning_zero.optim.geometry import elementwise_states
 from lightning_zero.optim.masters import HostMaster, MasterShard
 from lightning_zero.optim.pieces import PieceTable
+from lightning_zero.optim.streamed import StreamedMaster
 from lightning_zero.optim.updaters import HostUpdater, Updater, WholeUpdater
 from lightning_zero.params.bucket import ParameterBucket
-from lightning_zero.plan.offload import OffloadPlan, hosted
+from lightning_zero.params.shard_homes import FileShard, HostShard, MakeHome, ShardHome
+from lightning_zero.plan.offload import OffloadConfig, OffloadPlan, hosted
 
 
 class Places:
@@ -24,6 +34,7 @@ class Places:
         device: The device.
         has_copies: Keep fp32 copies of shards of lower precision.
         wire_dtype: Dtype in which gradients travel; None for that of the parameters.
+        control: Group over which ranks agree that all of them could make their files.
     """
 
     def __init__(
@@ -32,28 +43,62 @@ class Places:
         device: torch.device,
         has_copies: bool,
         wire_dtype: torch.dtype | None,
+        control: Collectives,
     ) -> None:
         self._plan = plan
         self._has_copies = has_copies
         self._wire_dtype = wire_dtype
+        self._control = control
+        self._folder: RunFolder | None = None
+        self._states: StateStream | None = None
+        self._shards: StateStream | None = None
         self.link: HostLink | None = None
         """The way to host memory; None where nothing leaves the device."""
         self.host_ratio = 0.0
         """Share of trained elements that is stepped on the host."""
-        if plan.optimizer is not None:
-            self.link = make_link(device, plan.optimizer.pin_memory)
-            self._staging = Staging(self.link)
+        if plan.optimizer is None:
+            return
+        self.link = make_link(device, plan.optimizer.pin_memory)
+        self._staging = Staging(self.link)
+        if plan.optimizer.device == "nvme":
+            self._states = self._stream(plan.optimizer, "states")
+        if plan.parameters is not None and plan.parameters.device == "nvme":
+            self._shards = self._stream(plan.parameters, "parameters")
+            self._reads = ReadAhead(self._shards, plan.parameters.buffer_count)
+
+    def _stream(self, config: OffloadConfig, name: str) -> StateStream:
+        def folder() -> RunFolder:
+            if self._folder is None or self._folder.path.parent != config.folder.absolute():
+                self._folder = RunFolder(config.folder, self._control.rank)
+            return self._folder
+
+        return StateStream(folder, name, config.buffer_count, config.pin_memory)
 
     @property
-    def parameter_link(self) -> HostLink | None:
-        """The way to host memory for shards of parameters that come and go."""
-        return self.link if self._plan.parameters is not None else None
+    def make_home(self) -> MakeHome | None:
+        """Makes the places of shards of parameters that come and go; None for the device."""
+        return self._home_of if self._plan.parameters is not None else None
 
-    def masters(self, buckets: Sequence[ParameterBucket]) -> list[MasterShard]:
+    def _home_of(self, shard: Tensor) -> ShardHome:
+        if self.link is None:
+            raise AssertionError("parameters are offloaded without a link")
+        if self._shards is None:
+            return HostShard(shard, self.link)
+        link, reads = self.link, self._reads
+        return agreed(self._control, "write parameters", lambda: FileShard(shard, link, reads))
+
+    def masters(
+        self, buckets: Sequence[ParameterBucket], optimizers: Sequence[Optimizer]
+    ) -> list[MasterShard]:
         """States of buckets that are trained, gradients included.
 
         Args:
             buckets: In model order, the same on all ranks.
+            optimizers: Those that step them.
+
+        Raises:
+            ValueError: States of an optimizer cannot be streamed.
+            RuntimeError: A rank cannot make its files; on all ranks.
         """
         on_host = [False] * len(buckets)
         if self._plan.optimizer is not None:
@@ -61,17 +106,76 @@ class Places:
             on_host = hosted(numels, self._plan.optimizer.ratio)
             here = sum(n for n, is_here in zip(numels, on_host, strict=True) if is_here)
             self.host_ratio = here / max(sum(numels), 1)
-        return [self._master(*pair) for pair in zip(buckets, on_host, strict=True)]
 
-    def _master(self, bucket: ParameterBucket, is_on_host: bool) -> MasterShard:
+        def make() -> list[MasterShard]:
+            pairs = zip(buckets, on_host, strict=True)
+            return [self._master(bucket, is_here, optimizers) for bucket, is_here in pairs]
+
+        if self._states is None:
+            return make()
+        check_streamed(optimizers)
+        return agreed(self._control, "write states", make)
+
+    def _master(
+        self, bucket: ParameterBucket, is_on_host: bool, optimizers: Sequence[Optimizer]
+    ) -> MasterShard:
         wire_dtype = self._wire_dtype or bucket.dtype
         place = bucket.layout, bucket.parameters, bucket.rank
         if self.link is None or not is_on_host:
             return MasterShard(bucket, GradientBucket(*place, wire_dtype), self._has_copies)
         home = HostHome(self.link)
         gradients = GradientBucket(*place, wire_dtype, home)
-        return HostMaster(bucket, gradients, home, self.link, self._staging)
+        if self._states is None:
+            return HostMaster(bucket, gradients, home, self.link, self._staging)
+        states = states_of(bucket, optimizers)
+        where = self.link, self._staging, self._states
+        return StreamedMaster(bucket, gradients, home, *where, states)
 
     def updater(self, table: PieceTable) -> Updater:
         """Who steps what has been made here."""
-        return WholeUpdater(table) if self.link is None else HostUpdater(table)
+        if self.link is None:
+            return WholeUpdater(table)
+        if self._states is None and self._shards is None:
+            return HostUpdater(table)
+        return HostUpdater(table, self._states, self._control)
+
+    def close(self) -> None:
+        """Remove files. States that are mapped from them stay valid."""
+        for stream in (self._states, self._shards):
+            if stream is not None:
+                stream.close()
+        if self._folder is not None:
+            self._folder.close()
+
+
+def check_streamed(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers whose states cannot be streamed.
+
+    Raises:
+        ValueError: There is one.
+    """
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        if not steps_apart(optimizer):
+            raise ValueError(
+                f"offload_optimizer='nvme' steps bucket by bucket, but {kind} has to step all"
+                " parameters at once. Use 'cpu', or another optimizer."
+            )
+        for group in optimizer.param_groups:
+            if elementwise_states(optimizer, group, torch.float32) is None:
+                raise ValueError(
+                    f"offload_optimizer='nvme' streams states with one entry for each element, but"
+                    f" {kind} keeps states of other shapes. Use 'cpu', or another optimizer."
+                )
+
+
+def states_of(bucket: ParameterBucket, optimizers: Sequence[Optimizer]) -> dict[str, torch.dtype]:
+    """States that optimizers are going to have for each element of a bucket, by a trial."""
+    members = set(bucket.parameters)
+    dtype = torch.promote_types(bucket.dtype, torch.float32)
+    found: dict[str, torch.dtype] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if not members.isdisjoint(group["params"]):
+                found.update(elementwise_states(optimizer, group, dtype) or {})
+    return found

@@ -19,10 +19,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero import _compat
+from lightning_zero.comm import Collectives
+from lightning_zero.comm.agreed import describe, raise_others
+from lightning_zero.memory.streams import StateStream
 from lightning_zero.optim.apart import ApartSteps, steps_apart
-from lightning_zero.optim.bucket_steps import Group, step_bucket
+from lightning_zero.optim.bucket_steps import Group, step_in_place
 from lightning_zero.optim.masters import HostMaster, MasterShard, refresh_together
 from lightning_zero.optim.pieces import MasterPiece, PieceTable
+from lightning_zero.optim.streamed import StreamedMaster
 
 Used = frozenset[nn.Parameter]
 """Parameters that some rank has a gradient for."""
@@ -80,10 +84,20 @@ class HostUpdater(WholeUpdater):
 
     Args:
         table: This rank's pieces.
+        stream: States in a file.
+        control: Group over which ranks tell each other whether their files could be read and
+            written; None where there are none.
     """
 
-    def __init__(self, table: PieceTable) -> None:
+    def __init__(
+        self,
+        table: PieceTable,
+        stream: StateStream | None = None,
+        control: Collectives | None = None,
+    ) -> None:
         super().__init__(table)
+        self._stream = stream
+        self._control = control
         self._apart: dict[type[Optimizer], bool] = {}
 
     @contextmanager
@@ -94,7 +108,7 @@ class HostUpdater(WholeUpdater):
             with super()._stepping(optimizer, masters, used):
                 yield
             return
-        step = _BucketwiseStep(optimizer, self._table, masters, used)
+        step = _BucketwiseStep(optimizer, self._table, masters, used, self._stream)
         # The last of the user's own hooks comes before it, and sees what is about to be stepped.
         handle = optimizer.register_step_pre_hook(step.run)
         hidden = frozenset() if _compat.has_step_hooks(optimizer, besides=1) else step.hidden()
@@ -103,6 +117,8 @@ class HostUpdater(WholeUpdater):
                 yield
         finally:
             handle.remove()
+        if self._control is not None:
+            step.agree(self._control)
         step.finish()
 
     def steps_apart(self, optimizer: Optimizer) -> bool:
@@ -122,8 +138,11 @@ class _BucketwiseStep:
         table: PieceTable,
         masters: Sequence[MasterShard],
         used: Used,
+        stream: StateStream | None,
     ) -> None:
         self._masters = masters
+        self._stream = stream
+        self._error: Exception | None = None
         self._stepped: set[MasterShard] = set()
         self._groups: dict[MasterShard, list[Group]] = {}
         for number, group in enumerate(optimizer.param_groups):
@@ -150,19 +169,45 @@ class _BucketwiseStep:
         """Hook before the optimizer's own step, which has nothing left to do after it."""
         found_inf = getattr(optimizer, "found_inf", None)  # of a loss scaler: the step is left out
         if found_inf is None or not bool(found_inf):
-            apart = ApartSteps(optimizer)
-            # What is on an accelerator runs there while the host steps the rest.
-            for master in sorted(self._groups, key=lambda master: master.is_on_host):
-                step_bucket(optimizer, apart, master, self._groups[master])
-                self._stepped.add(master)
+            try:
+                self._step(optimizer)
+            except RuntimeError as error:
+                if self._stream is None:
+                    raise
+                self._error = error  # of one rank's disk: all of them are to stop
         for groups in self._groups.values():
             for group in groups:
                 for piece in group.pieces:
                     piece.tensor.grad = None
         self._groups.clear()
 
+    def _step(self, optimizer: Optimizer) -> None:
+        apart = ApartSteps(optimizer)
+        # What is on an accelerator runs there while the host steps the rest.
+        for master in sorted(self._groups, key=lambda master: master.is_on_host):
+            if not isinstance(master, StreamedMaster):
+                step_in_place(optimizer, apart, master, self._groups[master])
+                self._stepped.add(master)
+        streamed = {m.index: m for m in self._groups if isinstance(m, StreamedMaster)}
+        if self._stream is None or not streamed:
+            return
+        if any(master.is_dirty for master in streamed.values()):
+            self._stream.flush()
+        for index, region in self._stream.window.sweep(list(streamed)):
+            master = streamed[index]
+            master.step(optimizer, apart, self._groups[master], region)
+            self._stepped.add(master)
+
+    def agree(self, control: Collectives) -> None:
+        """Raise on all ranks if one could not read or write its files."""
+        what = "step with states in files"
+        every = control.exchange_objects("" if self._error is None else describe(self._error), what)
+        if self._error is not None:
+            raise self._error
+        raise_others(every, what)
+
     def finish(self) -> None:
         """Store what was not stepped here, or not on the host."""
         for master in self._masters:
-            if master not in self._stepped:
+            if master not in self._stepped and not isinstance(master, StreamedMaster):
                 master.store()

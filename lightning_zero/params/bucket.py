@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from lightning_zero import _compat
 from lightning_zero.comm.api import Gathers, Handle
-from lightning_zero.memory.link import HostLink
+from lightning_zero.params.shard_homes import MakeHome, ShardHome
 from lightning_zero.params.values import WHOLE, Values
 from lightning_zero.plan.layout import BucketLayout, Piece
 
@@ -66,7 +66,8 @@ class ParameterBucket:
         gathers: Brings the shards together.
         is_resident: Keep the full tensor between uses.
         values: Where the parameters' initial values are.
-        link: The way to host memory, if the shard of a bucket that comes and goes lives there.
+        make_home: Makes the place where the shard of a bucket that comes and goes lives, if that is
+            not on the device.
     """
 
     def __init__(
@@ -76,13 +77,14 @@ class ParameterBucket:
         gathers: Gathers,
         is_resident: bool,
         values: Values = WHOLE,
-        link: HostLink | None = None,
+        make_home: MakeHome | None = None,
     ) -> None:
         first = parameters[0]
         self.layout = layout
         self.parameters = list(parameters)
         self.is_resident = is_resident
-        self.link = link
+        self.home: ShardHome | None = None
+        """Where the shard lives, if not on the device."""
         self._gathers = gathers
         self._handle: Handle | None = None
         self._shown: list[Tensor] = []
@@ -104,8 +106,11 @@ class ParameterBucket:
             self._blank_value = self._blanks[:1].clone()
             self._show(self._placeholders)  # frees what the parameters had, before more is taken
             self.flat = taken if is_resident else taken.new_empty(layout.padded_numel)
-            self.shard = self.flat[self._own] if is_resident else _at_home(taken, link)
-        self._views = self._make_views()
+            if make_home is not None and not is_resident:
+                self.home = make_home(taken)
+                taken = self.home.shard
+            self.shard = self.flat[self._own] if is_resident else taken
+        self._views = _views_of(self.flat, self.layout)
         self._own_users = _compat.storage_users(self.flat)
         self._idle_references: list[int] = []
         self._flat_nbytes = self.flat.untyped_storage().nbytes()
@@ -152,13 +157,8 @@ class ParameterBucket:
         if not self.is_resident:
             self.flat.untyped_storage().resize_(self._flat_nbytes)
             self._own_users = _compat.storage_users(self.flat)
-        shard = self.shard
-        with torch.no_grad():
-            if self.link is not None:
-                shard = self.flat[self._own]
-                self.link.to_device(self.shard, shard).wait()
-            elif not self.is_resident:
-                self.flat[self._own].copy_(self.shard)
+            self._begin_own()
+        shard = self.flat[self._own] if self.home is not None else self.shard
         try:
             self._handle = self._gathers.all_gather(self.flat, shard, key)
         except RuntimeError as error:
@@ -179,9 +179,22 @@ class ParameterBucket:
         except RuntimeError as error:
             raise self._failed(error) from error
         self._handle = None
+        if self.home is not None and not self._gathers.needs_own:
+            self.home.bring(self.flat[self._own])
         self.check_untouched()
         self._move_to(ParamStatus.AVAILABLE)
         self._show(self._views)
+
+    def _begin_own(self) -> None:
+        """Start to write this rank's shard into its part of the full tensor."""
+        own = self.flat[self._own]
+        if self.home is None:
+            with torch.no_grad():
+                own.copy_(self.shard)
+            return
+        self.home.begin(own)
+        if self._gathers.needs_own:
+            self.home.bring(own)
 
     def _failed(self, error: RuntimeError) -> RuntimeError:
         return RuntimeError(
@@ -200,7 +213,7 @@ class ParameterBucket:
         if _compat.storage_users(self.flat) > self._own_users:
             with torch.inference_mode(False):  # what evaluation makes could never be trained
                 self.flat = torch.empty_like(self.flat)  # see [Note: aliases]
-                self._views = self._make_views()
+                self._views = _views_of(self.flat, self.layout)
         self.flat.untyped_storage().resize_(0)
 
     def is_aliased(self) -> bool:
@@ -233,6 +246,8 @@ class ParameterBucket:
         Autograd compares versions of parameters, and the update went past them.
         """
         self.revision += 1
+        if self.home is not None:
+            self.home.note_change()
         for parameter in self.parameters:
             torch.autograd.graph.increment_version(parameter)
         self._versions = [parameter._version for parameter in self.parameters]
@@ -243,7 +258,10 @@ class ParameterBucket:
         Args:
             shard: 1-D [S], any floating dtype.
         """
-        self.shard.copy_(shard)
+        if self.home is None:
+            self.shard.copy_(shard)
+        else:
+            self.home.put(shard)
 
     def was_written(self) -> bool:
         """Whether a parameter was changed since it was last brought in or taken away.
@@ -305,7 +323,7 @@ class ParameterBucket:
         self.revision += 1
         self._versions = [parameter._version for parameter in self.parameters]
         if not self.is_resident:
-            self.shard.copy_(self.flat[self._own])
+            self.store_shard(self.flat[self._own])
 
     def forget_writes(self, was_written: bool = False) -> None:
         """Take parameters as they were shown, whatever was done to them; for after an error.
@@ -349,11 +367,6 @@ class ParameterBucket:
         self._views, self._shown = [], []
         self.flat = self.shard = torch.empty(0)
 
-    def _make_views(self) -> list[Tensor]:
-        return [
-            self.flat.as_strided(slot.shape, slot.stride, slot.offset) for slot in self.layout.slots
-        ]
-
     def _show(self, tensors: list[Tensor]) -> None:
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
             parameter.data = tensor
@@ -369,13 +382,8 @@ class ParameterBucket:
         return str(self.layout)
 
 
-def _at_home(shard: Tensor, link: HostLink | None) -> Tensor:
-    """A shard where it lives between uses."""
-    if link is None:
-        return shard
-    home = link.zeros(shard.numel(), shard.dtype)
-    link.to_host(shard, home).wait_on_host()
-    return home
+def _views_of(flat: Tensor, layout: BucketLayout) -> list[Tensor]:
+    return [flat.as_strided(slot.shape, slot.stride, slot.offset) for slot in layout.slots]
 
 
 def is_placeholder(parameter: Tensor) -> bool:

@@ -371,6 +371,8 @@ class ParameterCoordinator:
             ahead_numel += numel
             ahead_count += 1
             if self._is_far(ahead_count, ahead_numel):
+                if bucket.home is not None:
+                    bucket.home.read_ahead()
                 return
             if bucket.status is ParamStatus.NOT_AVAILABLE:
                 if numel > self.residency.room_numel():
