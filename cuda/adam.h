@@ -11,12 +11,13 @@ struct AdamPiece {
   float* exp_avg;
   float* exp_avg_sq;
   const void* grad;
-  void* copy;   // takes the new master values in `copy_format`; null for none
+  void* copy;   // takes the new master values, if there is a format of copies
   float* undo;  // [3, numel], takes old master, average and average of squares; null for none
   std::int64_t numel;
   AdamCoefficients coefficients;
 };
 
+// Of all pieces of a call; `copy` may be none.
 struct AdamFormats {
   Format grad;
   Format copy;
@@ -29,5 +30,9 @@ void adam_step_host(const AdamPiece& piece, AdamFormats formats, std::int64_t be
 // Puts back what `undo` holds, and `copy` after it.
 void adam_undo_host(const AdamPiece& piece, AdamFormats formats, std::int64_t begin,
                     std::int64_t end);
+
+// All of a piece, on a CUDA stream.
+void adam_step_device(const AdamPiece& piece, AdamFormats formats, void* stream);
+void adam_undo_device(const AdamPiece& piece, AdamFormats formats, void* stream);
 
 }  // namespace lightning_zero

@@ -1,90 +1,127 @@
-// Adam on the host. Pieces are walked in blocks that stay in the first-level cache: gradients are
-// widened, stepped and narrowed by three plain loops, which the compiler vectorises, while main
-// memory is read and written once.
+// Adam on the host: all that a step does to a line of elements is done while the line is in the
+// first-level cache, so main memory is read and written once.
+#include "adam.h"
+
 #include <algorithm>
 
-#include "adam.h"
-#include "formats.h"
+#include "lines_host.h"
 
 namespace lightning_zero {
 namespace {
 
-constexpr std::int64_t kBlockNumel = 512;
+constexpr std::int64_t kAheadNumel = 1024;
+constexpr std::int64_t kRecordNumel = 128;  // a few lines at once: memory takes long runs better
 
-template <float (*convert)(std::uint16_t)>
-void widen(const std::uint16_t* __restrict from, float* __restrict to, std::int64_t numel) {
-  for (std::int64_t i = 0; i < numel; ++i) to[i] = convert(from[i]);
-}
-
-template <std::uint16_t (*convert)(float)>
-void narrow(const float* __restrict from, std::uint16_t* __restrict to, std::int64_t numel) {
-  for (std::int64_t i = 0; i < numel; ++i) to[i] = convert(from[i]);
-}
-
-// The gradients of a block in fp32: where they are, or widened into `room`.
-const float* widened(const void* grad, Format format, std::int64_t begin, std::int64_t numel,
-                     float* room) {
-  if (format == Format::kFloat32) return static_cast<const float*>(grad) + begin;
-  const auto* stored = static_cast<const std::uint16_t*>(grad) + begin;
-  if (format == Format::kBFloat16) {
-    widen<from_bfloat16>(stored, room, numel);
-  } else {
-    widen<from_float16>(stored, room, numel);
-  }
-  return room;
-}
-
-void write_copy(const float* master, void* copy, Format format, std::int64_t begin,
-                std::int64_t numel) {
-  if (copy == nullptr) return;
-  if (format == Format::kFloat32) {
-    std::copy_n(master, numel, static_cast<float*>(copy) + begin);
-  } else if (format == Format::kBFloat16) {
-    narrow<to_bfloat16>(master, static_cast<std::uint16_t*>(copy) + begin, numel);
-  } else {
-    narrow<to_float16>(master, static_cast<std::uint16_t*>(copy) + begin, numel);
+// Old states of some elements into the undo record, if there is one.
+void record(const AdamPiece& piece, std::int64_t at, std::int64_t numel) {
+  if (piece.undo == nullptr) return;
+  float* row = piece.undo + at;
+  for (const float* state : {piece.master, piece.exp_avg, piece.exp_avg_sq}) {
+    stream(row, state + at, numel * static_cast<std::int64_t>(sizeof(float)));
+    row += piece.numel;
   }
 }
 
-void step_block(const AdamCoefficients& coefficients, const float* __restrict grad,
-                float* __restrict master, float* __restrict exp_avg, float* __restrict exp_avg_sq,
-                std::int64_t numel) {
-  const AdamCoefficients c = coefficients;
-  for (std::int64_t i = 0; i < numel; ++i) {
-    adam_element(c, grad[i], master[i], exp_avg[i], exp_avg_sq[i]);
+// Elements beside whole lines.
+template <Format kGrad, Format kCopy>
+void step_elements(const AdamPiece& piece, std::int64_t begin, std::int64_t end) {
+  const auto* const grad = static_cast<const Stored<kGrad>*>(piece.grad);
+  auto* const copy = static_cast<Stored<kCopy>*>(piece.copy);
+  record(piece, begin, end - begin);
+  for (std::int64_t i = begin; i < end; ++i) {
+    adam_element(piece.coefficients, widened<kGrad>(grad[i]), piece.master[i], piece.exp_avg[i],
+                 piece.exp_avg_sq[i]);
+    if constexpr (kCopy != Format::kNone) copy[i] = narrowed<kCopy>(piece.master[i]);
   }
+}
+
+// Whole lines. Only of arguments, and of those only in a function that stays one, does the compiler
+// believe that they do not overlap.
+template <Format kGrad, Format kCopy>
+__attribute__((noinline)) void step_lines(
+    const AdamCoefficients coefficients, const Stored<kGrad>* __restrict grad,
+    float* __restrict master, float* __restrict exp_avg, float* __restrict exp_avg_sq,
+    Stored<kCopy>* __restrict copy, std::int64_t numel) {
+  for (std::int64_t at = 0; at < numel; at += kLineNumel) {
+    fetch_ahead(master + at + kAheadNumel);
+    fetch_ahead(exp_avg + at + kAheadNumel);
+    fetch_ahead(exp_avg_sq + at + kAheadNumel);
+    fetch_ahead(grad + at + kAheadNumel);
+    alignas(64) float gradient[kLineNumel];
+    widen_line<kGrad>(grad + at, gradient);
+    for (std::int64_t i = at; i < at + kLineNumel; ++i) {
+      adam_element(coefficients, gradient[i - at], master[i], exp_avg[i], exp_avg_sq[i]);
+    }
+    if constexpr (kCopy != Format::kNone) {
+      alignas(64) Stored<kCopy> narrow[kLineNumel];
+      narrow_line<kCopy>(master + at, narrow);
+      stream(copy + at, narrow, sizeof(narrow));
+    }
+  }
+}
+
+template <Format kGrad, Format kCopy>
+void step(const AdamPiece& piece, std::int64_t begin, std::int64_t end) {
+  const std::int64_t first = std::min(end, (begin + kLineNumel - 1) / kLineNumel * kLineNumel);
+  const std::int64_t last = first + (end - first) / kLineNumel * kLineNumel;
+  const auto* const grad = static_cast<const Stored<kGrad>*>(piece.grad);
+  auto* const copy = static_cast<Stored<kCopy>*>(piece.copy);
+  const std::int64_t run_numel = piece.undo == nullptr ? last - first : kRecordNumel;
+  step_elements<kGrad, kCopy>(piece, begin, first);
+  for (std::int64_t at = first; at < last; at += run_numel) {
+    const std::int64_t run_end = std::min(last, at + run_numel);
+    record(piece, at, run_end - at);
+    step_lines<kGrad, kCopy>(piece.coefficients, grad + at, piece.master + at, piece.exp_avg + at,
+                             piece.exp_avg_sq + at, copy + at, run_end - at);
+  }
+  step_elements<kGrad, kCopy>(piece, last, end);
+  end_streams();
+}
+
+template <Format kGrad>
+void step_of(const AdamPiece& piece, Format copy, std::int64_t begin, std::int64_t end) {
+  switch (copy) {
+    case Format::kFloat32:
+      return step<kGrad, Format::kFloat32>(piece, begin, end);
+    case Format::kBFloat16:
+      return step<kGrad, Format::kBFloat16>(piece, begin, end);
+    case Format::kFloat16:
+      return step<kGrad, Format::kFloat16>(piece, begin, end);
+    case Format::kNone:
+      return step<kGrad, Format::kNone>(piece, begin, end);
+  }
+}
+
+template <Format kCopy>
+void copy_of(const AdamPiece& piece, std::int64_t begin, std::int64_t end) {
+  auto* const copy = static_cast<Stored<kCopy>*>(piece.copy);
+  for (std::int64_t i = begin; i < end; ++i) copy[i] = narrowed<kCopy>(piece.undo[i]);
 }
 
 }  // namespace
 
 void adam_step_host(const AdamPiece& piece, AdamFormats formats, std::int64_t begin,
                     std::int64_t end) {
-  alignas(64) float room[kBlockNumel];
-  for (std::int64_t at = begin; at < end; at += kBlockNumel) {
-    const std::int64_t numel = std::min(kBlockNumel, end - at);
-    float* const master = piece.master + at;
-    float* const exp_avg = piece.exp_avg + at;
-    float* const exp_avg_sq = piece.exp_avg_sq + at;
-    if (piece.undo != nullptr) {
-      std::copy_n(master, numel, piece.undo + at);
-      std::copy_n(exp_avg, numel, piece.undo + piece.numel + at);
-      std::copy_n(exp_avg_sq, numel, piece.undo + 2 * piece.numel + at);
-    }
-    const float* const grad = widened(piece.grad, formats.grad, at, numel, room);
-    step_block(piece.coefficients, grad, master, exp_avg, exp_avg_sq, numel);
-    write_copy(master, piece.copy, formats.copy, at, numel);
+  switch (formats.grad) {
+    case Format::kBFloat16:
+      return step_of<Format::kBFloat16>(piece, formats.copy, begin, end);
+    case Format::kFloat16:
+      return step_of<Format::kFloat16>(piece, formats.copy, begin, end);
+    default:
+      return step_of<Format::kFloat32>(piece, formats.copy, begin, end);
   }
 }
 
 void adam_undo_host(const AdamPiece& piece, AdamFormats formats, std::int64_t begin,
                     std::int64_t end) {
-  for (std::int64_t at = begin; at < end; at += kBlockNumel) {
-    const std::int64_t numel = std::min(kBlockNumel, end - at);
-    std::copy_n(piece.undo + at, numel, piece.master + at);
-    std::copy_n(piece.undo + piece.numel + at, numel, piece.exp_avg + at);
-    std::copy_n(piece.undo + 2 * piece.numel + at, numel, piece.exp_avg_sq + at);
-    write_copy(piece.master + at, piece.copy, formats.copy, at, numel);
+  const float* row = piece.undo;
+  for (float* state : {piece.master, piece.exp_avg, piece.exp_avg_sq}) {
+    std::copy(row + begin, row + end, state + begin);
+    row += piece.numel;
   }
+  if (formats.copy == Format::kFloat32) copy_of<Format::kFloat32>(piece, begin, end);
+  if (formats.copy == Format::kBFloat16) copy_of<Format::kBFloat16>(piece, begin, end);
+  if (formats.copy == Format::kFloat16) copy_of<Format::kFloat16>(piece, begin, end);
 }
 
 }  // namespace lightning_zero

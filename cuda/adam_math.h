@@ -46,11 +46,11 @@ LZ_SHARED void adam_element(const AdamCoefficients& c, float grad, float& master
   // Without a penalty the gradient stays itself, also where a weight is infinite.
   const float gradient = c.penalty == 0.0f ? scaled : fused(kept, c.penalty, scaled);
   const float base = c.is_average_near ? exp_avg : gradient;
-  exp_avg = fused(c.exp_avg_weight, gradient - exp_avg, base);
+  exp_avg = fused(c.exp_avg_weight, sum(gradient, -exp_avg), base);
   exp_avg_sq = fused(product(c.exp_avg_sq_weight, gradient), gradient,
                      product(exp_avg_sq, c.exp_avg_sq_kept));
-  const float denominator = quotient(square_root(exp_avg_sq), c.bias_root) + c.eps;
-  master = kept - quotient(product(c.step, exp_avg), denominator);
+  const float denominator = sum(quotient(square_root(exp_avg_sq), c.bias_root), c.eps);
+  master = sum(kept, -quotient(product(c.step, exp_avg), denominator));
 }
 
 }  // namespace lightning_zero

@@ -14,8 +14,7 @@ LZ_SHARED float from_bfloat16(std::uint16_t stored) {
 LZ_SHARED std::uint16_t to_bfloat16(float value) {
   const std::uint32_t bits = bits_of(value);
   const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-  return static_cast<std::uint16_t>(is_nan ? 0x7fc0u : rounded);
+  return static_cast<std::uint16_t>(value != value ? 0x7fc0u : rounded);
 }
 
 LZ_SHARED float from_float16(std::uint16_t stored) {
@@ -45,6 +44,42 @@ LZ_SHARED std::uint16_t to_float16(float value) {
   const std::uint32_t not_finite = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
   // 65520 lies halfway between the largest value and infinity, and goes to the latter.
   return static_cast<std::uint16_t>(sign | (magnitude >= bits_of(65520.0f) ? not_finite : finite));
+}
+
+template <Format>
+struct StoredType {
+  using type = std::uint16_t;
+};
+
+template <>
+struct StoredType<Format::kFloat32> {
+  using type = float;
+};
+
+// What one value of a format takes in memory.
+template <Format kFormat>
+using Stored = typename StoredType<kFormat>::type;
+
+template <Format kFormat>
+LZ_SHARED float widened(Stored<kFormat> stored) {
+  if constexpr (kFormat == Format::kBFloat16) {
+    return from_bfloat16(stored);
+  } else if constexpr (kFormat == Format::kFloat16) {
+    return from_float16(stored);
+  } else {
+    return stored;
+  }
+}
+
+template <Format kFormat>
+LZ_SHARED Stored<kFormat> narrowed(float value) {
+  if constexpr (kFormat == Format::kBFloat16) {
+    return to_bfloat16(value);
+  } else if constexpr (kFormat == Format::kFloat16) {
+    return to_float16(value);
+  } else {
+    return value;
+  }
 }
 
 }  // namespace lightning_zero

@@ -38,9 +38,9 @@ inline float* floats_of(const at::Tensor& tensor, std::int64_t numel, const at::
   return static_cast<float*>(address_of(tensor, numel, device));
 }
 
-// Format of a list of tensors, the same for all of them.
+// Format of a list of tensors, the same for all of them; none of an empty list.
 inline Format format_of(at::TensorList tensors) {
-  const Format format = tensors.empty() ? Format::kFloat32 : format_of(tensors[0]);
+  const Format format = tensors.empty() ? Format::kNone : format_of(tensors[0]);
   for (const at::Tensor& tensor : tensors) {
     TORCH_CHECK(format_of(tensor) == format, "gradients, and copies, have one dtype in a call");
   }

@@ -13,8 +13,13 @@
 
 namespace lightning_zero {
 
-// How a value is stored. Bindings hand these numbers over, so they stay as they are.
-enum class Format : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+// How many blocks of some numel cover others; the last one may be short.
+LZ_SHARED std::int64_t blocks_of(std::int64_t numel, std::int64_t block_numel) {
+  return (numel + block_numel - 1) / block_numel;
+}
+
+// How a value is stored.
+enum class Format : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kNone = 3 };
 
 // Products that are added are written out as `fused` or not at all: the compilers are told not to
 // fuse (or split) anything by themselves, so both sides round alike.
@@ -47,6 +52,14 @@ LZ_SHARED float square_root(float a) {
   return __fsqrt_rn(a);
 #else
   return __builtin_sqrtf(a);
+#endif
+}
+
+LZ_SHARED float sum(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fadd_rn(a, b);
+#else
+  return a + b;
 #endif
 }
 

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_zero.ops.adam_reference import adam_step_reference_, adam_step_undo_reference_
-from lightning_zero.ops.dense import SIXTEEN_BIT, bump_versions, check_dtype, check_pieces
+from lightning_zero.ops.dense import FLOATS, bump_versions, check_dtype, check_pieces
 from lightning_zero.ops.libraries import is_native
-
-FLOATS = (torch.float32, *SIXTEEN_BIT)
 
 
 def adam_step_(

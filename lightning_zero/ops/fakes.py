@@ -1,4 +1,4 @@
-"""What the ops return for tensors without data, such as those that torch.compile traces with."""
+"""The ops for tensors without data, such as those that torch.compile traces with."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ from typing import Any
 
 import torch
 
+OPS = (
+    "adam_step_",
+    "adam_step_undo_",
+    "quantize_blocks_",
+    "dequantize_blocks_",
+    "sum_of_squares_",
+    "column_squares_",
+    "gather_columns_",
+    "scatter_columns_",
+)
+
 
 def register_fakes() -> None:
-    """Tell torch the shapes of what the ops return; their schemas are those of a loaded library."""
-    for name, fake in (
-        ("adam_step_", _nothing),
-        ("adam_step_undo_", _nothing),
-    ):
-        torch.library.register_fake(f"lightning_zero::{name}", fake)
+    """Tell torch what the ops return: nothing, they change what they are given."""
+    for name in OPS:
+        torch.library.register_fake(f"lightning_zero::{name}", _nothing)
 
 
 def _nothing(*_: Any) -> None:
-    """Of an op that only changes what it is given."""
+    """Done to tensors without data."""

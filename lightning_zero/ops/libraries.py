@@ -6,19 +6,30 @@ import torch
 
 from lightning_zero.ops.fakes import register_fakes
 from lightning_zero.ops.loader import NativeLibrary
-from lightning_zero.ops.sources import HOST
+from lightning_zero.ops.sources import DEVICE, HOST
 
 HOST_LIBRARY = NativeLibrary(
     HOST,
-    "optimizer steps on the host take several passes over memory instead of one",
+    "steps, quantisation and norms on the host take several passes over memory instead of one",
     on_load=register_fakes,
+)
+DEVICE_LIBRARY = NativeLibrary(
+    DEVICE,
+    "steps, quantisation and norms on the device take several kernels instead of one",
+    on_load=lambda: None,
 )
 
 
 def is_native(device: torch.device) -> bool:
     """Whether tensors of a device are worked on by native code; tries to build it at first.
 
+    The schemas stand in the host's library: without it there is none for devices either.
+
     Args:
         device: Where all tensors of a call lie.
     """
-    return device.type == "cpu" and HOST_LIBRARY.is_there()
+    if device.type == "cpu":
+        return HOST_LIBRARY.is_there()
+    if device.type == "cuda":
+        return HOST_LIBRARY.is_there() and DEVICE_LIBRARY.is_there()
+    return False

@@ -20,7 +20,7 @@ HOST_FLAGS = (
     *("-O3", "-march=native", "-fopenmp", "-ffp-contract=off"),
     *("-fno-math-errno", "-fno-trapping-math", "-DAT_PARALLEL_OPENMP=1"),
 )
-DEVICE_FLAGS = ("-O3", "-fmad=false")
+DEVICE_FLAGS = ("-O3", "-fmad=false", "-std=c++20")
 HEADERS = "*.h"
 DEVICE_HEADERS = "*.cuh"
 
@@ -43,7 +43,22 @@ class LibrarySources:
     """Whether nvcc compiles a part of it."""
 
 
-HOST = LibrarySources("lightning_zero_host", ("bindings.cpp", "adam_host.cpp"), False)
+HOST = LibrarySources(
+    "lightning_zero_host",
+    ("bindings.cpp", "adam_host.cpp", "columns_host.cpp", "quantize_host.cpp", "sums_host.cpp"),
+    is_for_device=False,
+)
+DEVICE = LibrarySources(
+    "lightning_zero_device",
+    (
+        "bindings_device.cpp",
+        "adam_device.cu",
+        "columns_device.cu",
+        "quantize_device.cu",
+        "sums_device.cu",
+    ),
+    is_for_device=True,
+)
 
 
 def source_folder() -> Path:
