@@ -10,11 +10,14 @@ from pickle import UnpicklingError
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from lightning_zero.__about__ import __version__
 from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.checkpoint.deepspeed import import_deepspeed
 from lightning_zero.checkpoint.valid import check_checkpoint, newest_valid
+from lightning_zero.ops.doctor import findings
+from lightning_zero.ops.libraries import build_all
 from lightning_zero.plan.memory import model_state_nbytes
 
 GIB = 2**30
@@ -55,8 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     checked = commands.add_parser("check", help="whether a checkpoint is whole; which is newest")
     checked.add_argument("path", type=Path, help="a checkpoint, or a folder with checkpoints in it")
+    commands.add_parser("build-ops", help="compile the native ops now, not at their first use")
+    commands.add_parser("doctor", help="which native ops are built here, for what, and why not")
     chosen = parser.parse_args(arguments)
     try:
+        if chosen.command == "build-ops":
+            for file in build_all():
+                Console().print(str(file), markup=False, highlight=False, soft_wrap=True)
+            return 0
         if chosen.command == "consolidate":
             consolidate(chosen.folder, chosen.file, weights_only=not chosen.trust)
             return 0
@@ -71,6 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         problem = f"lightning-zero {chosen.command}: {error}"
         Console(stderr=True).print(problem, markup=False, soft_wrap=True)
         return 1
+    if chosen.command == "doctor":
+        Console().print(_findings_table())
+        return 0
     Console().print(_plan_table(chosen.numel, chosen.world_size, chosen.precision == "mixed"))
     return 0
 
@@ -92,6 +104,15 @@ def _import_deepspeed(folder: Path, file: Path, is_trusted: bool) -> None:
         Console(stderr=True).print(
             f"lightning-zero import-deepspeed: {warning.message}", markup=False
         )
+
+
+def _findings_table() -> Table:
+    table = Table(title=f"lightning-zero {__version__} on this machine", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for subject, found in findings():
+        table.add_row(subject, Text(found))
+    return table
 
 
 def _plan_table(numel: int, world_size: int, mixed_precision: bool) -> Table:

@@ -70,12 +70,10 @@ def build(library: LibrarySources) -> Path:
     return file
 
 
-def last_log(library: LibrarySources) -> str:
-    """What the compiler said when it last failed on these very sources; empty if it did not."""
-    try:
-        return (build_folder(library) / LOG).read_text()
-    except OSError:
-        return ""
+def last_error(library: LibrarySources) -> str | None:
+    """Why the compiler last failed on these very sources; None if it did not."""
+    log = build_folder(library) / LOG
+    return _first_error(log.read_text(), log) if log.is_file() else None
 
 
 @contextmanager
@@ -141,5 +139,5 @@ def _options(library: LibrarySources, folder: str) -> dict[str, object]:
 def _first_error(output: str, log: Path) -> str:
     """The line to read first of what a compiler printed, and where the others are."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    said = [line for line in lines if "error" in line.lower() and not line.startswith("[")]
-    return f"the compiler failed: {(said or lines or ['without a word'])[0]} (all of it: {log})"
+    errors = [line for line in lines if "error:" in line] or lines[-1:] or ["without a word"]
+    return f"the compiler failed: {errors[0]} (all of it: {log})"

@@ -10,4 +10,7 @@ import sys
 if __name__ == "__main__":
     from torch.utils.cpp_extension import load
 
-    load(**json.loads(sys.argv[1]))
+    try:
+        load(**json.loads(sys.argv[1]))
+    except RuntimeError as error:  # holds what the compiler said
+        sys.exit(str(error))

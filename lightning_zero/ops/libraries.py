@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
+from lightning_zero.ops.build import build
 from lightning_zero.ops.fakes import register_fakes
 from lightning_zero.ops.loader import NativeLibrary
 from lightning_zero.ops.sources import DEVICE, HOST
@@ -33,3 +36,15 @@ def is_native(device: torch.device) -> bool:
     if device.type == "cuda":
         return HOST_LIBRARY.is_there() and DEVICE_LIBRARY.is_there()
     return False
+
+
+def build_all() -> list[Path]:
+    """Build what this machine can use: the host's library, and one for its CUDA devices if any.
+
+    Returns:
+        Files of the libraries.
+
+    Raises:
+        BuildError: One cannot be built; says why and what to do.
+    """
+    return [build(HOST), *([build(DEVICE)] if torch.cuda.is_available() else [])]

@@ -75,7 +75,8 @@ def test_wheel_holds_the_whole_source_tree(wheel):
     assert shipped == expected
     assert "lightning_zero/py.typed" in shipped
     assert "lightning_zero/conf/stage/3.yaml" in shipped
-    assert "lightning_zero/cuda/README.md" in shipped
+    sources = ("README.md", "adam_math.h", "bindings.cpp", "adam_device.cu", "launch.cuh")
+    assert {f"lightning_zero/cuda/{name}" for name in sources} <= shipped
 
 
 def test_wheel_states_its_license_and_requirements(wheel):
@@ -91,11 +92,14 @@ def test_installed_package_imports_from_the_wheel(clean_python, tmp_path):
     code = (
         "import lightning_zero, lightning_zero.__about__ as about\n"
         "from lightning.pytorch.strategies import StrategyRegistry\n"
-        "print(lightning_zero.__file__, about.__version__)\n"
+        "from lightning_zero.ops.sources import source_folder\n"
+        "print(lightning_zero.__file__, source_folder(), about.__version__)\n"
         "assert 'zero_stage_3' in StrategyRegistry"
     )
-    path = Path(run_clean(clean_python, "-c", code, cwd=tmp_path).split()[-2])
-    assert path.is_relative_to(clean_python.parents[1])
+    words = run_clean(clean_python, "-c", code, cwd=tmp_path).split()
+    package, sources = Path(words[-3]).parent, Path(words[-2])
+    assert package.is_relative_to(clean_python.parents[1])
+    assert sources == package / "cuda"
 
 
 def test_installed_package_composes_the_shipped_configuration(clean_python, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from lightning_zero import __version__
 from lightning_zero.cli import main
@@ -60,3 +61,24 @@ def test_wrong_arguments_end_with_usage(arguments, message, capsys):
         main(arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_doctor_says_what_is_built_for_what_and_why_not(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert torch.__version__ in out
+    assert torch.backends.cpu.get_cpu_capability() in out
+    assert "not built: there is no C++ compiler (/nowhere/c++)" in out
+    assert str(tmp_path) in out
+    monkeypatch.setenv("LIGHTNING_ZERO_OPS", "reference")
+    assert main(["doctor"]) == 0
+    assert "not used: LIGHTNING_ZERO_OPS=reference is set" in capsys.readouterr().out
+
+
+def test_build_that_cannot_be_says_why(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    assert main(["build-ops"]) == 1
+    assert "lightning-zero build-ops: there is no C++ compiler" in capsys.readouterr().err
