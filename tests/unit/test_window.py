@@ -27,7 +27,7 @@ class Gated(StateFile):
     """A disk that is as slow as a test wants, and says what it does."""
 
     def __init__(self, path, region_nbytes):
-        self.reads, self.writes = [], []
+        self.reads, self.writes, self.attempts = [], [], 0
         self.may_read, self.may_write = threading.Event(), threading.Event()
         self.may_read.set()
         self.may_write.set()
@@ -35,6 +35,7 @@ class Gated(StateFile):
         super().__init__(path, region_nbytes)
 
     def read(self, offset_nbytes, into):
+        self.attempts += 1
         assert self.may_read.wait(TIMEOUT_S)
         super().read(offset_nbytes, into)
         self._say(self.reads, offset_nbytes)
@@ -223,6 +224,33 @@ def test_a_read_that_is_released_on_its_way_gives_its_buffer_back(opened):
     file.may_read.set()
     assert (after.wait() == 1).all()
     after.release()
+
+
+def test_a_read_on_its_way_is_not_mixed_with_what_is_written(opened):
+    window, file = opened(1, Gated)
+    file.may_read.clear()
+    read = window.begin_read(0)
+    writer = threading.Thread(target=window.write, args=(0, torch.full((40_960,), 9).byte()))
+    file.writes.clear()
+    writer.start()
+    writer.join(0.2)
+    assert file.writes == []
+    file.may_read.set()
+    assert (read.wait() == 0).all()
+    writer.join(TIMEOUT_S)
+    read.release()
+    assert values(window, 1) == [9]
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_of_a_region_that_failed_no_more_is_tried(opened):
+    window, file = opened(1, Gated, threads=1)
+    os.truncate(file.path, 0)
+    file.attempts = 0
+    with pytest.raises(RuntimeError, match="somebody has cut"):
+        window.begin_read(0).wait()
+    window.close()
+    assert file.attempts == 1  # of 5 blocks
 
 
 @pytest.mark.usefixtures("small_blocks")
