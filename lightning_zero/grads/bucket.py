@@ -211,10 +211,16 @@ class GradientBucket:
         grad = self.parameters[slot].grad
         return grad is not None and not (self._faces and grad is self._faces[slot])
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether faces are views of the gradient, see [Note: gradient faces]."""
+        parameter = self.parameters[0]
+        is_whole = self.layout.world_size == 1 and self.shard_dtype == parameter.dtype
+        return is_whole and self.shard_grad.device == parameter.device
+
     def _make_face(self, slot: int) -> Tensor:
         place, parameter = self.layout.slots[slot], self.parameters[slot]
-        is_whole = self.layout.world_size == 1 and self.shard_dtype == parameter.dtype
-        if is_whole and self.shard_grad.device == parameter.device:
+        if self.is_shown:
             return self.shard_grad.as_strided(place.shape, place.stride, place.offset)
         nan = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
         return nan.expand(place.shape)

@@ -4,7 +4,8 @@
 Where the optimizer is offloaded, shard gradients live in host memory. A reduction ends in a buffer
 of the device, from where it leaves at once, while backward goes on; to a gradient that is there
 already it is added by the host. What they are to be multiplied with to clip them is done with the
-step, which passes over them anyway.
+step, which passes over them anyway, and is lost with it where the step uses a copy in another
+dtype: without offload that copy alone would have been multiplied.
 """
 
 from __future__ import annotations
@@ -103,11 +104,13 @@ class HostHome(DeviceHome):
 
     Args:
         link: The way there.
+        keeps_factors: What has been multiplied stays so after a step; else it is done to a copy.
     """
 
-    def __init__(self, link: HostLink) -> None:
+    def __init__(self, link: HostLink, keeps_factors: bool) -> None:
         super().__init__(torch.device("cpu"))
         self._link = link
+        self._keeps_factors = keeps_factors
         self._leaving: list[tuple[Transfer, Tensor | None]] = []
         self.factors: dict[int, Tensor] = {}
         """Slots whose gradient is still to be multiplied, by a 0-d fp32 each."""
@@ -151,20 +154,23 @@ class HostHome(DeviceHome):
 
     def before_accumulation(self, bucket: Reduced, kept: set[int]) -> None:
         """See the base class."""
+        self.end_step()
         self.factors = {slot: f for slot, f in self.factors.items() if slot in kept}
         self.apply_factors(bucket)
 
-    def scale_later(self, bucket: Reduced, slot: int, factor: Tensor) -> None:
+    def scale_later(self, slot: int, factor: Tensor) -> None:
         """Multiply a gradient when it is used next.
 
         Args:
-            bucket: The bucket.
-            slot: Of a piece of this rank.
+            slot: Of a piece of this rank, which is not to be multiplied yet.
             factor: 0-d fp32.
         """
-        if slot in self.factors:  # one after the other: their product would be rounded first
-            self.apply_factors(bucket)
         self.factors[slot] = factor.to("cpu")
+
+    def end_step(self) -> None:
+        """Forget what was to be done to a copy, which is gone."""
+        if not self._keeps_factors:
+            self.factors.clear()
 
     def apply_factors(self, bucket: Reduced) -> None:
         """Multiply what was to be multiplied later."""

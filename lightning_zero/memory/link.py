@@ -35,6 +35,9 @@ class HostLink(ABC):
         device: The device.
     """
 
+    is_within_memory = False
+    """Host memory is the device's own."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.to_host_nbytes = 0
@@ -90,6 +93,8 @@ class _Copied(Transfer):
 
 class CpuLink(HostLink):
     """Host memory is the device's, see [Note: two memories]."""
+
+    is_within_memory = True
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """See the base class."""

@@ -170,10 +170,12 @@ class HostMaster(MasterShard):
 
     def scale_grad(self, piece: Piece, factor: Tensor) -> None:
         """See the base class; done with the step, or when somebody looks."""
-        if self.has_made_grad:
+        # One factor after the other: their product would be rounded first.
+        is_next = piece.slot in self._home.factors
+        if self.has_made_grad or is_next or self.gradients.is_shown:
             super().scale_grad(piece, factor)
         else:
-            self._home.scale_later(self.gradients, piece.slot, factor)
+            self._home.scale_later(piece.slot, factor)
 
     def _make_grad(self) -> Tensor:
         gradients = self.gradients
@@ -189,8 +191,7 @@ class HostMaster(MasterShard):
 
     def drop_step_grad(self) -> None:
         """See the base class."""
-        if self.has_copy:  # what was to be scaled is the copy, not what it was made of
-            self._home.factors.clear()
+        self._home.end_step()
         super().drop_step_grad()
 
     @property
@@ -221,7 +222,7 @@ class HostMaster(MasterShard):
         """
         if not self.has_copy:
             return None
-        here, shard = shard_in_memory(self.parameters), self.parameters.shard
+        here, shard = shard_in_memory(self.parameters, self._link), self.parameters.shard
         return here if here is not None else self._staging.take(shard.numel(), shard.dtype)
 
     def store(self, copy: Tensor | None = None, is_copied: bool = False) -> None:
@@ -247,7 +248,7 @@ class HostMaster(MasterShard):
         """
         shard = self.parameters.shard
         is_staged = values is not self.tensor
-        if values is shard_in_memory(self.parameters):
+        if values is shard_in_memory(self.parameters, self._link):
             return
         if self.parameters.home is not None:  # a file
             self.parameters.store_shard(values)
@@ -268,6 +269,8 @@ class HostMaster(MasterShard):
 
     def settle(self) -> None:
         """Nothing reads the master any more: it may be stepped."""
+        if self.parameters.home is not None:
+            self.parameters.home.settle()
         if self._stored is not None:
             self._stored.wait_on_host()
             self._stored = None
@@ -301,9 +304,9 @@ class HostMaster(MasterShard):
         self._follow(here)
 
 
-def shard_in_memory(bucket: ParameterBucket) -> Tensor | None:
-    """The shard of a bucket, if it lies in memory of the CPU."""
-    is_here = bucket.shard.device.type == "cpu" and (bucket.home is None or bucket.home.is_memory)
+def shard_in_memory(bucket: ParameterBucket, link: HostLink) -> Tensor | None:
+    """The shard of a bucket, if it lies in host memory."""
+    is_here = link.is_within_memory if bucket.home is None else bucket.home.is_memory
     return bucket.shard if is_here else None
 
 

@@ -54,8 +54,6 @@ class Places:
         self._shards: StateStream | None = None
         self.link: HostLink | None = None
         """The way to host memory; None where nothing leaves the device."""
-        self.host_ratio = 0.0
-        """Share of trained elements that is stepped on the host."""
         if plan.optimizer is None:
             return
         self.link = make_link(device, plan.optimizer.pin_memory)
@@ -104,8 +102,6 @@ class Places:
         if self._plan.optimizer is not None:
             numels = [bucket.layout.padded_numel for bucket in buckets]
             on_host = hosted(numels, self._plan.optimizer.ratio)
-            here = sum(n for n, is_here in zip(numels, on_host, strict=True) if is_here)
-            self.host_ratio = here / max(sum(numels), 1)
 
         def make() -> list[MasterShard]:
             pairs = zip(buckets, on_host, strict=True)
@@ -123,7 +119,8 @@ class Places:
         place = bucket.layout, bucket.parameters, bucket.rank
         if self.link is None or not is_on_host:
             return MasterShard(bucket, GradientBucket(*place, wire_dtype), self._has_copies)
-        home = HostHome(self.link)
+        stepped = torch.promote_types(bucket.dtype, torch.float32)
+        home = HostHome(self.link, torch.promote_types(wire_dtype, bucket.dtype) == stepped)
         gradients = GradientBucket(*place, wire_dtype, home)
         if self._states is None:
             return HostMaster(bucket, gradients, home, self.link, self._staging)

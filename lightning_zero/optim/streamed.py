@@ -81,7 +81,7 @@ class StreamedMaster(HostMaster):
 
     def room_for_copy(self) -> Tensor:
         """See the base class; the master itself is in memory for a moment only."""
-        here = shard_in_memory(self.parameters)
+        here = shard_in_memory(self.parameters, self._link)
         shard = self.parameters.shard
         return here if here is not None else self._staging.take(shard.numel(), shard.dtype)
 

@@ -42,6 +42,9 @@ class ShardHome(ABC):
     def note_change(self) -> None:  # noqa: B027
         """Somebody has written to ``shard``."""
 
+    def settle(self) -> None:  # noqa: B027
+        """Block until nothing reads the shard any more: it may be written to."""
+
 
 MakeHome = Callable[[Tensor], ShardHome]
 """Makes the home of a shard, 1-D [S] on the device, with its values."""
@@ -70,11 +73,16 @@ class HostShard(ShardHome):
         if self._transfer is None:
             raise AssertionError("a shard was to be there that was not begun to be brought")
         self._transfer.wait()
-        self._transfer = None
 
     def put(self, values: Tensor) -> None:
         """See the base class."""
+        self.settle()
         self.shard.copy_(values)
+
+    def settle(self) -> None:
+        """See the base class."""
+        if self._transfer is not None:
+            self._transfer.wait_on_host()
 
 
 class FileShard(ShardHome):
