@@ -1,6 +1,6 @@
 """Adam on the host against the bandwidth of memory, and against other ways to do the same.
 
-python recipes/host_adam.py                       32 Mi elements, 1 and 2 threads
+python recipes/host_adam.py                       33 M elements, 1 and 2 threads
 python recipes/host_adam.py --numel 67108864 --threads 1 2 4 --rounds 20
 
 One step has fp32 master weights and states, bf16 gradients and a bf16 copy: 28 bytes an element
@@ -119,7 +119,7 @@ def fastest_s(cases: dict[str, Callable[[], object]], rounds: int) -> dict[str, 
 def main() -> None:
     """Measure every case with each number of threads, and print a table for each."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--numel", type=int, default=2**25)
+    parser.add_argument("--numel", type=int, default=33_000_000)
     parser.add_argument("--threads", type=int, nargs="+", default=(1, 2))
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
@@ -130,7 +130,7 @@ def main() -> None:
         torch.set_num_threads(threads)
         found = fastest_s(cases, arguments.rounds)
         bound_s = min(s for name, s in found.items() if name.startswith("bound"))
-        table = Table(title=f"{arguments.numel / 2**20:.0f} Mi elements, {threads} thread(s)")
+        table = Table(title=f"{arguments.numel:,} elements, {threads} thread(s)")
         for heading in ("", "ms", "GB/s of 28 B", "of the bound"):
             table.add_column(heading, justify="right" if heading else "left")
         for name, step_s in found.items():
