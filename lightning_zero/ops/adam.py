@@ -12,6 +12,7 @@ from lightning_zero.ops.dense import FLOATS, bump_versions, check_dtype, check_p
 from lightning_zero.ops.libraries import is_native
 
 
+@torch.no_grad()
 def adam_step_(
     masters: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
@@ -91,6 +92,7 @@ def adam_step_(
     )
 
 
+@torch.no_grad()
 def adam_step_undo_(
     masters: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
