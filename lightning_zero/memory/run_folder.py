@@ -49,7 +49,7 @@ class RunFolder:
     Folders of dead runs of the same user and host under ``root`` are removed first.
 
     Args:
-        root: Where the folder is made: an existing folder, on a local disk.
+        root: Where the folder is made, on a local disk. It is made itself if only it is missing.
         rank: Stands in the name, for people who look.
 
     Raises:
@@ -102,8 +102,11 @@ def _checked(root: Path | None) -> Path:
     if root is None:
         raise ValueError("states in files need a folder, found None. Name one on a local disk")
     root = Path(root).absolute()
+    if root.parent.is_dir():  # further up, a disk may not be mounted, and another one would fill
+        with suppress(OSError):
+            root.mkdir(mode=0o700, exist_ok=True)
     if not root.is_dir():
-        what = "is not a folder" if root.exists() else "does not exist"
+        what = "is not a folder" if root.exists() else "does not exist and cannot be made"
         raise ValueError(
             f"states were to be kept in files under {root}, which {what}. "
             "Make the folder on every host, or name another one"

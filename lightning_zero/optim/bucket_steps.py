@@ -104,7 +104,7 @@ def step_on_host(
     is_copied = copy is not None
     for group, of_group in zip(groups, bounds, strict=True):
         options = optimizer.param_groups[group.number]
-        if _is_adam(optimizer, options, of_group) and _gains(master, copy):
+        if _is_adam(optimizer, options, of_group) and _gains(master):
             _step_by_op(optimizer, options, master, of_group, copy)
         else:
             _step_by_twin(apart, options, of_group)
@@ -139,9 +139,9 @@ def _is_plain(bound: Bound) -> bool:
     )
 
 
-def _gains(master: HostMaster, copy: Tensor | None) -> bool:
+def _gains(master: HostMaster) -> bool:
     """Whether one pass does more than torch's fused step would, see [Note: one pass]."""
-    does_more = copy is not None or bool(master.factors) or not master.has_plain_grad
+    does_more = master.has_copy or bool(master.factors) or not master.has_plain_grad
     return does_more and is_native(master.tensor.device)
 
 

@@ -40,6 +40,7 @@ def test_a_folder_is_private_and_says_its_rank(tmp_path):
 
 
 def test_a_folder_goes_with_its_object(tmp_path):
+    gc.collect()  # what earlier tests have left
     descriptors = len(os.listdir("/proc/self/fd"))
     fill(RunFolder(tmp_path, 0))
     gc.collect()
@@ -151,7 +152,7 @@ def test_many_ranks_begin_at_once_beside_what_dead_runs_left(tmp_path):
     ("name", "says"),
     [
         (None, "found None"),
-        ("missing", "does not exist"),
+        ("missing/further", "does not exist"),
         ("file", "is not a folder"),
         ("/proc", "no files for states can be made in /proc"),
     ],
@@ -161,3 +162,10 @@ def test_a_place_that_cannot_be_is_refused(tmp_path, name, says):
     with pytest.raises(ValueError, match=says) as caught:
         RunFolder(name and tmp_path / name, 0)
     assert "folder" in str(caught.value)
+
+
+def test_a_place_is_made_if_only_it_is_missing(tmp_path):
+    folder = RunFolder(tmp_path / "states", 0)
+    assert stat.S_IMODE(os.stat(tmp_path / "states").st_mode) == 0o700
+    folder.close()
+    assert list((tmp_path / "states").iterdir()) == []
