@@ -107,6 +107,9 @@ class MasterShard:
         self.drop_step_grad()
         self.parameters.note_update()
 
+    def settle(self) -> None:
+        """Wait until nothing reads the master any more, so that it may be stepped."""
+
     def refresh(self) -> None:
         """Follow the parameters' shard where someone else has written to it; keep the rest."""
         if self.has_copy:

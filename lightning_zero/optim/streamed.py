@@ -135,6 +135,7 @@ class StreamedMaster(HostMaster):
         kept: dict[str, Any] = {}
         for key, value in bound.state.items():
             kept[key] = value
+            self._check_has_room(optimizer, piece, key, value)
             if self._has_section(piece, key, value):
                 there = piece.view(self._sections.view(region, key))
                 if there.data_ptr() != value.data_ptr():
@@ -144,6 +145,19 @@ class StreamedMaster(HostMaster):
             optimizer.state[piece.tensor] = kept
         else:
             optimizer.state.pop(piece.tensor, None)
+
+    def _check_has_room(
+        self, optimizer: Optimizer, piece: MasterPiece, key: str, value: Any
+    ) -> None:
+        """States that were not foreseen would fill the memory, step by step."""
+        is_state = isinstance(value, Tensor) and value.dim() > 0
+        if is_state and not self._has_section(piece, key, value):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} keeps {key!r} of {self.parameters}, of shape"
+                f" {tuple(value.shape)} and {value.dtype}, for which the file has no room: it has"
+                f" {list(self._states)}, as the optimizers had when training was set up. Give the"
+                " Trainer this optimizer, with these options, from the beginning."
+            )
 
     def _has_section(self, piece: MasterPiece, key: str, value: Any) -> bool:
         is_state = isinstance(value, Tensor) and value.shape == piece.tensor.shape

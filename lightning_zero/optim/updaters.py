@@ -10,8 +10,9 @@ as it does over any parameter without a gradient.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_zero import _compat
 from lightning_zero.comm import Collectives
-from lightning_zero.comm.agreed import describe, raise_others
+from lightning_zero.comm.agreed import agreed, describe, raise_others
 from lightning_zero.memory.streams import StateStream
 from lightning_zero.optim.apart import ApartSteps, steps_apart
 from lightning_zero.optim.bucket_steps import Group, step_in_place
@@ -75,6 +76,9 @@ class WholeUpdater(Updater):
     ) -> Iterator[None]:
         with self._table.swapped(optimizer, used):
             yield
+        self._store(masters)
+
+    def _store(self, masters: Sequence[MasterShard]) -> None:
         for master in masters:
             master.store()
 
@@ -108,7 +112,8 @@ class HostUpdater(WholeUpdater):
             with super()._stepping(optimizer, masters, used):
                 yield
             return
-        step = _BucketwiseStep(optimizer, self._table, masters, used, self._stream)
+        is_agreed = self._control is not None
+        step = _BucketwiseStep(optimizer, self._table, masters, used, self._stream, is_agreed)
         # The last of the user's own hooks comes before it, and sees what is about to be stepped.
         handle = optimizer.register_step_pre_hook(step.run)
         hidden = frozenset() if _compat.has_step_hooks(optimizer, besides=1) else step.hidden()
@@ -117,9 +122,15 @@ class HostUpdater(WholeUpdater):
                 yield
         finally:
             handle.remove()
+        step.finish()
         if self._control is not None:
             step.agree(self._control)
-        step.finish()
+
+    def _store(self, masters: Sequence[MasterShard]) -> None:
+        if self._control is None:
+            super()._store(masters)
+        else:  # of one rank's disk: all of them are to stop
+            agreed(self._control, "write parameters", partial(super()._store, masters))
 
     def steps_apart(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer may be stepped bucket by bucket."""
@@ -139,11 +150,14 @@ class _BucketwiseStep:
         masters: Sequence[MasterShard],
         used: Used,
         stream: StateStream | None,
+        is_agreed: bool,
     ) -> None:
         self._masters = masters
         self._stream = stream
+        self._is_agreed = is_agreed
         self._error: Exception | None = None
-        self._stepped: set[MasterShard] = set()
+        self._stepped: dict[MasterShard, int] = {}
+        """Masters that were stored, and which version of them."""
         self._groups: dict[MasterShard, list[Group]] = {}
         for number, group in enumerate(optimizer.param_groups):
             by_master: dict[MasterShard, list[MasterPiece]] = {}
@@ -169,17 +183,21 @@ class _BucketwiseStep:
         """Hook before the optimizer's own step, which has nothing left to do after it."""
         found_inf = getattr(optimizer, "found_inf", None)  # of a loss scaler: the step is left out
         if found_inf is None or not bool(found_inf):
-            try:
-                self._step(optimizer)
-            except RuntimeError as error:
-                if self._stream is None:
-                    raise
-                self._error = error  # of one rank's disk: all of them are to stop
+            self._guarded(partial(self._step, optimizer))
         for groups in self._groups.values():
             for group in groups:
                 for piece in group.pieces:
                     piece.tensor.grad = None
         self._groups.clear()
+
+    def _guarded(self, run: Callable[[], None]) -> None:
+        """Keep an error of one rank's disk until all of them know of it."""
+        try:
+            run()
+        except Exception as error:
+            if not self._is_agreed:
+                raise
+            self._error = error
 
     def _step(self, optimizer: Optimizer) -> None:
         apart = ApartSteps(optimizer)
@@ -187,7 +205,7 @@ class _BucketwiseStep:
         for master in sorted(self._groups, key=lambda master: master.is_on_host):
             if not isinstance(master, StreamedMaster):
                 step_in_place(optimizer, apart, master, self._groups[master])
-                self._stepped.add(master)
+                self._stepped[master] = master.tensor._version
         streamed = {m.index: m for m in self._groups if isinstance(m, StreamedMaster)}
         if self._stream is None or not streamed:
             return
@@ -196,7 +214,7 @@ class _BucketwiseStep:
         for index, region in self._stream.window.sweep(list(streamed)):
             master = streamed[index]
             master.step(optimizer, apart, self._groups[master], region)
-            self._stepped.add(master)
+            self._stepped[master] = master.tensor._version
 
     def agree(self, control: Collectives) -> None:
         """Raise on all ranks if one could not read or write its files."""
@@ -207,7 +225,14 @@ class _BucketwiseStep:
         raise_others(every, what)
 
     def finish(self) -> None:
-        """Store what was not stepped here, or not on the host."""
+        """Store what was not stepped here, and what a hook after the step has written to."""
+        if self._error is None:
+            self._guarded(self._store_rest)
+
+    def _store_rest(self) -> None:
         for master in self._masters:
-            if master not in self._stepped and not isinstance(master, StreamedMaster):
+            is_file = isinstance(master, StreamedMaster)
+            version = self._stepped.get(master, master.tensor._version if is_file else None)
+            if version != master.tensor._version:
+                master.settle()
                 master.store()

@@ -178,9 +178,9 @@ class ParameterBucket:
             self._handle.wait(timeout)
         except RuntimeError as error:
             raise self._failed(error) from error
-        self._handle = None
         if self.home is not None and not self._gathers.needs_own:
             self.home.bring(self.flat[self._own])
+        self._handle = None
         self.check_untouched()
         self._move_to(ParamStatus.AVAILABLE)
         self._show(self._views)
