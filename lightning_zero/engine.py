@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -404,19 +404,21 @@ class ZeroEngine:
     def abandon(self) -> None:
         """Take the engine off the module without any transfer, after an error.
 
-        Sharded parameters are whole again where one rank holds all of them, else they stay NaN.
+        Sharded parameters are whole again where one rank holds all of them and can read them, else
+        they stay NaN.
         """
         if self._hooks is None:
             return
         self.abort_step()
         self._shards.abandon()
         self._take_off()
-        self._places.close()
         if all(bucket.layout.world_size == 1 for bucket in self._buckets):
             for bucket in self._buckets:
-                bucket.restore_from_shard()
+                with suppress(RuntimeError):  # of a damaged file nothing comes back
+                    bucket.restore_from_shard()
             self.coordinator.forget(self._buckets)
             self._buckets = []
+        self._places.close()
 
     @property
     def agreement(self) -> GradientAgreement:

@@ -354,11 +354,12 @@ class ParameterBucket:
         """As :meth:`restore_parameters` in any state, where the shard is all there is.
 
         Raises:
-            RuntimeError: Other ranks hold shards, too.
+            RuntimeError: Other ranks hold shards, too, or it cannot be read from its file.
         """
         if self.layout.world_size != 1:
             raise RuntimeError(f"{self}: {self.layout.world_size} ranks hold shards, not one")
-        self._restore(self.shard.to(self.flat.device))
+        shard = self.shard if self.home is None else self.home.read()
+        self._restore(shard.to(self.flat.device))
 
     def _restore(self, flat: Tensor, values: Values = WHOLE) -> None:
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):

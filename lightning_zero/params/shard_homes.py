@@ -31,6 +31,14 @@ class ShardHome(ABC):
     def bring(self, own: Tensor) -> None:
         """Have what the device does from now on find the shard there."""
 
+    def read(self) -> Tensor:
+        """The values, after an error.
+
+        Raises:
+            RuntimeError: They cannot be read.
+        """
+        return self.shard
+
     @abstractmethod
     def put(self, values: Tensor) -> None:
         """Overwrite the shard.
@@ -118,6 +126,14 @@ class FileShard(ShardHome):
         try:
             values = read.wait()[: self._nbytes].view(own.dtype)
             self._link.to_device(values, own).wait_on_host()  # before the buffer is used again
+        finally:
+            read.release()
+
+    def read(self) -> Tensor:
+        """See the base class; a mapping of a file that is damaged would end the process."""
+        read = self._reads.take(self._index)
+        try:
+            return read.wait()[: self._nbytes].view(self.shard.dtype).clone()
         finally:
             read.release()
 
