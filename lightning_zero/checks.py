@@ -110,8 +110,25 @@ def check_storage_options(form: str, storage_options: Any | None) -> None:
         raise ValueError("storage_options have no effect with checkpoint='sharded': remove them")
 
 
-def warn_of_idle_masters(engine: ZeroEngine) -> None:
-    """Say so where fp32 master weights were asked for, and none are needed."""
+def warn_of_idle_options(engine: ZeroEngine) -> None:
+    """Say so where something was asked for that has no effect on this model."""
+    options = engine.options
+    given = {
+        "offload_optimizer": options.offload_optimizer,
+        "offload_parameters": options.offload_parameters,
+    }
+    configs = options.offload.optimizer, options.offload.parameters
+    copied = [
+        name
+        for (name, value), config in zip(given.items(), configs, strict=True)
+        if value is not None and config is not None and config.device == "cpu"
+    ]
+    if copied and engine.device.type == "cpu":
+        rank_zero_warn(
+            f"{' and '.join(copied)} has no effect on a model on the CPU but copies: what is"
+            " offloaded lies in the same memory, which nothing is saved of. Leave it out here, or"
+            " offload to 'nvme'; on an accelerator it frees the device's memory."
+        )
     if engine.options.master_weights and not any(m.has_copy for m in engine.table.masters):
         rank_zero_warn(
             "ZeroStrategy(master_weights=True) has no effect: all trained parameters are fp32"

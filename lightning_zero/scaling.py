@@ -29,8 +29,12 @@ def unscale_together(
     engine.watch.on_scaled(optimizer, 1.0 / scaler.get_scale())
     found = _compat.scaler_found_inf(scaler, optimizer)
     device = engine.device
-    mark = found.setdefault(device, torch.zeros(1, dtype=torch.float32, device=device))
-    overflows = mark.double().reshape(1).clone()
+    found.setdefault(device, torch.zeros(1, dtype=torch.float32, device=device))
+    overflows = torch.zeros(1, dtype=torch.float64, device=device)
+    for mark in found.values():  # one for each device that has gradients, the host included
+        overflows += mark.double().reshape(1).to(device)
     engine.groups.gradients.agree(overflows)
-    mark.copy_((overflows > 0).float().reshape(mark.shape))
-    return engine.agreement.nonfinite(optimizer) if bool(mark) else None
+    is_over = bool(overflows > 0)
+    for mark in found.values():
+        mark.fill_(float(is_over))
+    return engine.agreement.nonfinite(optimizer) if is_over else None

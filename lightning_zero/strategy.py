@@ -29,7 +29,7 @@ from lightning_zero.checks import (
     check_callbacks,
     check_form,
     check_started_ranks,
-    warn_of_idle_masters,
+    warn_of_idle_options,
 )
 from lightning_zero.comm.groups import DEFAULT_TIMEOUT
 from lightning_zero.config import (
@@ -298,7 +298,7 @@ class ZeroStrategy(CheckpointingStrategy):
         self._self_checks.open(_compat.trainer_of(self.lightning_module), engine, _real(optimizers))
         if isinstance(self._precision_plugin, ZeroPrecision):
             self._precision_plugin.engine = engine
-        warn_of_idle_masters(engine)
+        warn_of_idle_options(engine)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.checks import check_backend, check_started_ranks, warn_of_idle_masters
+from lightning_zero.checks import check_backend, check_started_ranks, warn_of_idle_options
 from lightning_zero.comm import ShardGroups
 from lightning_zero.comm.groups import DEFAULT_TIMEOUT
 from lightning_zero.config import (
@@ -247,7 +247,7 @@ class ZeroStrategy(CheckpointingStrategy):
         engine = ZeroEngine(module, optimizers, self.options, groups)
         model = ZeroModule(module, engine)
         self._models.add(model)
-        warn_of_idle_masters(engine)
+        warn_of_idle_options(engine)
         return model
 
     def _check_new(self, module: nn.Module) -> None:
