@@ -18,7 +18,7 @@ from lightning_zero.checkpoint.deepspeed import import_deepspeed
 from lightning_zero.checkpoint.valid import check_checkpoint, newest_valid
 from lightning_zero.ops.doctor import findings
 from lightning_zero.ops.libraries import build_all
-from lightning_zero.plan.memory import model_state_nbytes
+from lightning_zero.plan.memory import Offload, model_state_nbytes
 
 GIB = 2**30
 
@@ -43,6 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choices=("32-true", "mixed"),
         default="mixed",
         help="fp32 throughout, or 16-bit parameters with fp32 master weights (default)",
+    )
+    plan.add_argument(
+        "--offload",
+        choices=("cpu", "params"),
+        help="keep optimizer and gradients in host memory, or parameters, too (stage 3)",
     )
     one_file = commands.add_parser("consolidate", help="one file from a sharded checkpoint")
     one_file.add_argument("folder", type=Path, help="the sharded checkpoint")
@@ -83,7 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.command == "doctor":
         Console().print(_findings_table())
         return 0
-    Console().print(_plan_table(chosen.numel, chosen.world_size, chosen.precision == "mixed"))
+    is_mixed = chosen.precision == "mixed"
+    Console().print(_plan_table(chosen.numel, chosen.world_size, is_mixed, chosen.offload))
     return 0
 
 
@@ -115,18 +121,24 @@ def _findings_table() -> Table:
     return table
 
 
-def _plan_table(numel: int, world_size: int, mixed_precision: bool) -> Table:
+def _plan_table(
+    numel: int, world_size: int, mixed_precision: bool, offload: Offload | None
+) -> Table:
     table = Table(title=f"{numel:,} parameters on {world_size} rank(s), Adam, GiB per rank")
-    for heading in ("stage", "parameters", "gradients", "optimizer", "sum"):
+    headings = ("stage", "parameters", "gradients", "optimizer", "sum")
+    for heading in headings if offload is None else (*headings, "in host memory"):
         table.add_column(heading, justify="right")
-    for stage in range(4):
-        states = model_state_nbytes(numel, stage, world_size, mixed_precision)
-        nbytes = (
+    first_stage = {None: 0, "cpu": 1, "params": 3}[offload]
+    for stage in range(first_stage, 4):
+        states = model_state_nbytes(numel, stage, world_size, mixed_precision, offload)
+        nbytes = [
             states.parameters_nbytes,
             states.gradients_nbytes,
             states.optimizer_nbytes,
             states.total_nbytes,
-        )
+        ]
+        if states.host is not None:
+            nbytes.append(states.host.total_nbytes)
         table.add_row(str(stage), *(f"{value / GIB:.3f}" for value in nbytes))
     return table
 

@@ -32,8 +32,10 @@ from lightning_zero.comm.reads import OwnReads
 from lightning_zero.config import ZeroOptions
 from lightning_zero.grads.reducer import GradientReducer
 from lightning_zero.held import HeldParameters, Wanted, parameters_in
+from lightning_zero.host_room import check_host_room
+from lightning_zero.measured import measure_states
 from lightning_zero.memory.host import give_freed_memory_back, keep_freed_memory
-from lightning_zero.memory.measure import ModelStateBytes, storage_nbytes
+from lightning_zero.memory.measure import ModelStateBytes
 from lightning_zero.memory.pool import BufferPool
 from lightning_zero.observe.recorder import SILENT, Recorder
 from lightning_zero.observe.watch import UNWATCHED, StepWatch
@@ -102,6 +104,7 @@ class ZeroEngine:
         check_model(module, optimizers, options, groups.world_size)
         if broadcast:
             broadcast_module(module, groups)
+        check_host_room(self.names, optimizers, options, groups, self.device)
         self._recorder = recorder
         self.watch: StepWatch = UNWATCHED
         """Is shown the gradients of each step."""
@@ -436,24 +439,10 @@ class ZeroEngine:
         return self._buckets
 
     def measure(self) -> ModelStateBytes:
-        """Bytes of model states alive on this rank now, each storage counted once."""
-        states = [
-            value
-            for optimizer in self._optimizers
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ]
-        copies = [master.tensor for master in self.table.masters if master.is_apart]
-        grads = [bucket.held_shard_grad() for bucket in self._reducer.buckets]
-        local = [p.grad for p in self.table.place if p.grad is not None]
-        parameters = [p.data for p in self.module.parameters()]
-        shards = [bucket.shard for bucket in self._buckets]
-        return ModelStateBytes(
-            parameters_nbytes=storage_nbytes([*parameters, *shards]),
-            gradients_nbytes=storage_nbytes([*local, *(g for g in grads if g is not None)]),
-            optimizer_nbytes=storage_nbytes([*states, *copies]),
-        )
+        """Bytes of model states alive on this rank now, see :func:`.measured.measure_states`."""
+        with self.coordinator.visits.left_alone():  # listing them would bring them in
+            parameters = list(self.module.parameters())
+        return measure_states(parameters, self._buckets, self.table, self._optimizers)
 
     @property
     def device(self) -> torch.device:

@@ -26,13 +26,21 @@ class StateShare:
     """Bytes without any sharding."""
 
     rank_nbytes: float
-    """Bytes on this rank, padding of buckets included."""
+    """Bytes on this rank, padding of buckets included, wherever they are."""
 
-    def row(self) -> str:
-        """A line of the table."""
+    host_nbytes: float = 0.0
+    """Those of them that are in host memory, or in files."""
+
+    def row(self, has_host: bool = False) -> str:
+        """A line of the table.
+
+        Args:
+            has_host: Say what is on the host, too.
+        """
         share = self.rank_nbytes / self.total_nbytes if self.total_nbytes else 0.0
         total, here = self.total_nbytes / MIB, self.rank_nbytes / MIB
-        return f"{self.name:<12} | {total:>12,.2f} | {here:>14,.2f} | {share:>6.1%}"
+        line = f"{self.name:<12} | {total:>12,.2f} | {here:>14,.2f} | {share:>6.1%}"
+        return line + f" | {self.host_nbytes / MIB:>12,.2f}" * has_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +74,14 @@ class ModelShares:
         return self.trainable_numel + self.frozen_numel
 
     def __str__(self) -> str:
+        has_host = any(state.host_nbytes for state in self.states)
         heading = f"{'':<12} | {'all, MiB':>12} | {'this rank, MiB':>14} | {'share':>6}"
+        heading += " | on host, MiB" * has_host
         total = StateShare(
             "total",
             sum(state.total_nbytes for state in self.states),
             sum(state.rank_nbytes for state in self.states),
+            sum(state.host_nbytes for state in self.states),
         )
         lines = [
             f"{self.total_numel:,} parameters, {self.trainable_numel:,} trainable and"
@@ -78,7 +89,7 @@ class ModelShares:
             f" {self.rank_numel:,} on this one",
             heading,
             "-" * len(heading),
-            *(state.row() for state in (*self.states, total)),
+            *(state.row(has_host) for state in (*self.states, total)),
         ]
         if self.unknown:
             lines.append(
@@ -110,6 +121,7 @@ def model_shares(engine: ZeroEngine, optimizers: Sequence[Optimizer]) -> ModelSh
         sum(b.layout.padded_numel * b.dtype.itemsize for b in resident)
         + sum(b.layout.shard_numel * b.dtype.itemsize for b in coming)
         + sum(numel[p] * p.element_size() for p in staying),
+        sum(b.layout.shard_numel * b.dtype.itemsize for b in coming if b.home is not None),
     )
     states, unknown = _optimizer_share(engine, optimizers)
     return ModelShares(
@@ -125,13 +137,15 @@ def model_shares(engine: ZeroEngine, optimizers: Sequence[Optimizer]) -> ModelSh
 
 def _gradient_share(engine: ZeroEngine) -> StateShare:
     """Whole where they are collected whole."""
-    total = here = 0
+    total = here = on_host = 0
     for master in engine.table.masters:
         layout, item_nbytes = master.parameters.layout, master.gradients.shard_dtype.itemsize
-        is_shard = engine.options.policy.shards_gradients
+        is_shard = engine.options.policy.shards_gradients or master.is_on_host
+        nbytes = (layout.shard_numel if is_shard else layout.padded_numel) * item_nbytes
         total += _used_numel(master) * item_nbytes
-        here += (layout.shard_numel if is_shard else layout.padded_numel) * item_nbytes
-    return StateShare("gradients", total, here)
+        here += nbytes
+        on_host += nbytes * master.is_on_host
+    return StateShare("gradients", total, here, on_host)
 
 
 def _optimizer_share(
@@ -139,9 +153,10 @@ def _optimizer_share(
 ) -> tuple[StateShare, tuple[str, ...]]:
     """fp32 masters, and what the optimizers keep for each element; who cannot be told."""
     table = engine.table
-    copies = [master for master in table.masters if master.has_copy]
+    copies = [master for master in table.masters if master.is_apart]
     total: float = sum(_used_numel(m) * m.tensor.element_size() for m in copies)
     here: float = sum(m.tensor.nbytes for m in copies)
+    on_host: float = sum(m.tensor.nbytes for m in copies if m.is_on_host)
     unknown: dict[str, None] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -158,8 +173,10 @@ def _optimizer_share(
                     unknown[type(optimizer).__name__] = None
                     continue
                 total += per_element * parameter.numel()
-                here += per_element * (0 if piece is None else piece.piece.numel)
-    return StateShare("optimizer", total, here), tuple(unknown)
+                nbytes = per_element * (0 if piece is None else piece.piece.numel)
+                here += nbytes
+                on_host += nbytes * master.is_on_host
+    return StateShare("optimizer", total, here, on_host), tuple(unknown)
 
 
 def _used_numel(master: MasterShard) -> int:

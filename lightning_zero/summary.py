@@ -17,7 +17,8 @@ class ZeroModelSummary(ModelSummary):
 
     Bytes are those of the buckets that were made, padding included, and of the state that a trial
     step of each optimizer shows, since its own comes into being with its first step. Gradients are
-    counted whole where they are collected whole (stages 0 and 1). What is there for a moment only
+    counted whole where they are collected whole (stages 0 and 1). What is offloaded is counted on
+    this rank, and once more apart. What is there for a moment only
     (gathered parameters, gradients on their way) is not counted;
     ``strategy.measure_model_states()`` tells what is alive.
 

@@ -74,7 +74,7 @@ class GradientReducer:
         self._on_complete = on_complete
         self._on_finish = on_finish
         self._in_flight: deque[_Reduction] = deque()
-        self._leaving: deque[tuple[Transfer, list[Tensor]]] = deque()
+        self._leaving: deque[tuple[Transfer, list[Tensor], GradientBucket | None]] = deque()
         self._next = -1
         self._scope_depth = 0
         self._is_running = False
@@ -277,7 +277,8 @@ class GradientReducer:
             buffers.append(reduction.landing.out)
         reduction.bucket.buffer = None
         if transfer is not None:
-            self._leaving.append((transfer, buffers))
+            joining = reduction.bucket if reduction.landing.joins else None
+            self._leaving.append((transfer, buffers, joining))
             self._reuse(leave=1)
             return
         for buffer in buffers:
@@ -286,8 +287,10 @@ class GradientReducer:
     def _reuse(self, leave: int) -> None:
         """Recycle buffers that gradients have left for the host, but for so many of the last."""
         while len(self._leaving) > leave:
-            transfer, buffers = self._leaving.popleft()
+            transfer, buffers, joining = self._leaving.popleft()
             transfer.wait()
+            if joining is not None:  # so that no more than two wait beside their gradients
+                joining.home.settle(joining)
             for buffer in buffers:
                 self._pool.give(buffer)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,6 +41,43 @@ def fits_everywhere(nbytes: int, device: torch.device, collectives: Collectives)
         nbytes <= own_free and nbytes * hosts.count(host) <= host_free
         for host, host_free, own_free in every
     )
+
+
+class Shortage(NamedTuple):
+    """A host whose ranks need more memory than it has free."""
+
+    host: str
+    ranks: int
+    """Ranks there."""
+
+    needed_nbytes: int
+    """Bytes that its ranks, or the one with the least room, would take."""
+
+    free_nbytes: int
+    """Bytes that are free for them."""
+
+    is_limited: bool
+    """It is a limit of one process that is too low, not the memory of the host."""
+
+
+def shortage(nbytes: int, collectives: Collectives) -> Shortage | None:
+    """The first host that has not the memory its ranks are going to take; the same on all ranks.
+
+    Args:
+        nbytes: Bytes of host memory that this rank is going to take.
+        collectives: Group of the ranks.
+    """
+    mine = (socket.gethostname(), nbytes, _free_on_host(), _free_in_limits())
+    every = collectives.exchange_objects(mine)
+    for host in dict.fromkeys(host for host, *_ in every):
+        there = [row for row in every if row[0] == host]
+        needed, free = sum(row[1] for row in there), min(row[2] for row in there)
+        if needed > free:
+            return Shortage(host, len(there), needed, free, is_limited=False)
+        for _, own_nbytes, _, own_free in there:
+            if own_nbytes > own_free:
+                return Shortage(host, len(there), own_nbytes, own_free, is_limited=True)
+    return None
 
 
 def free_nbytes() -> int:

@@ -25,7 +25,10 @@ class MasterShard:
     """
 
     is_on_host = False
-    """It lives in host memory and is stepped there."""
+    """It is stepped in host memory."""
+
+    is_in_memory = True
+    """It lives in memory between steps, and so do the optimizer's states."""
 
     def __init__(
         self, parameters: ParameterBucket, gradients: GradientBucket, has_copy: bool

@@ -44,6 +44,8 @@ class StreamedMaster(HostMaster):
         states: Names and dtypes of the states that its optimizers keep for each element.
     """
 
+    is_in_memory = False
+
     def __init__(
         self,
         parameters: ParameterBucket,

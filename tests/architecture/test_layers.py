@@ -28,7 +28,7 @@ LEVELS = [
     ("shares.py",),
     ("engine.py",),
     ("trained.py",),
-    ("held.py", "trained_set.py", "whole.py"),
+    ("held.py", "host_room.py", "measured.py", "trained_set.py", "whole.py"),
     ("partition.py",),
     ("checkpoint/",),
     ("config.py", "deepspeed_config.py"),
