@@ -100,9 +100,17 @@ def by_hand(user):
     return user.fit(Manual(product, TWO, w=0.0))
 
 
-CASES.not_offered(
-    "A16", "offloaded", "The same with the optimizer offloaded", offload_optimizer="cpu"
-)
+@CASES("A16", {"w": -5.25, **once_for_each(2)}, zero={"offload_optimizer": "cpu"})
+def last_window_is_not_full_offloaded(user):
+    """The same with the optimizer offloaded: gradients are added up in host memory."""
+    found = accumulated(user, THREE)
+    return {name: value for name, value in found.items() if name != "logged"}
+
+
+@CASES("A16", ranks=3, tolerance=1e-6, zero={"offload_optimizer": {"ratio": 0.5}})
+def windows_on_three_ranks_offloaded(user):
+    """The same on three ranks, with a part of the optimizer offloaded."""
+    return accumulated(user, [*THREE, [7.0, 8.0, 9.0]])
 
 
 # A17: clipping.

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.helpers.alive import alive_nbytes
 from tests.helpers.cells import AtMost, Cases, every_cell
-from tests.helpers.small import Small, linear, noise, sgd, square
+from tests.helpers.small import Small, adamw, linear, mlp, noise, sgd, square
 
 CASES = Cases("memory, and what is kept elsewhere")
 
@@ -88,14 +88,75 @@ def activations(user):
     return {"alive": sum(reference() is not None for reference in kept)}
 
 
-# A31, A32: options of later versions.
+# A31: states in host memory and in files.
 
-for name, options in {
-    "offload_optimizer": {"offload_optimizer": "cpu"},
-    "offload_parameters": {"offload_parameters": "cpu"},
-    "offload_to_a_folder": {"nvme_path": "states"},
-}.items():
-    CASES.not_offered("A31", name, f"States kept elsewhere: {next(iter(options))}", **options)
+
+def away(user, optimizer=None, **options):
+    """Trains, goes on from its own checkpoint, and tells what is left on the device."""
+    seen = {}
+
+    class Measured(Small):
+        def on_train_batch_end(self, *_):
+            measure = getattr(self.trainer.strategy, "measure_model_states", None)
+            if measure is not None:
+                seen["optimizer_nbytes"] = measure().optimizer_nbytes
+
+    def module():
+        return Measured(square, noise(4, 5), optimizer or adamw(), net=mlp())
+
+    saver = ModelCheckpoint(user.folder, filename="half", every_n_train_steps=2, save_top_k=-1)
+    accumulated = {"gradient_clip_val": 0.1, **options}
+    weights = user.fit(module(), callbacks=[saver], **accumulated)
+    path = user.trainer().strategy.broadcast(str(user.folder / "half.ckpt"))
+    again = user.fit(module(), ckpt_path=path, **accumulated)
+    gaps = [(weights[name] - again[name]).abs().max() for name in weights]
+    return {**weights, "gap": max(gaps), "on_device": seen.get("optimizer_nbytes", 0)}
+
+
+CPU, BOTH = {"offload_optimizer": "cpu"}, {"offload_parameters": "cpu"}
+
+
+@CASES("A31", tolerance=1e-6, zero=CPU)
+def offloaded(user):
+    """Optimizer and gradients in host memory, a checkpoint within."""
+    return away(user)
+
+
+@CASES("A31", tolerance=1e-6, zero=CPU, ranks=3)
+def offloaded_on_three_ranks(user):
+    """The same with momentum, on three ranks."""
+    return away(user, sgd(0.1, momentum=0.9))
+
+
+@CASES("A31", tolerance=1e-6, zero=CPU)
+def offloaded_with_autocast(user):
+    """The same with bf16 autocast."""
+    return away(user, precision="bf16-mixed")
+
+
+@CASES("A31", tolerance=1e-6, zero=BOTH, refused={1: "needs stage 3", 2: "needs stage 3"})
+def parameters_offloaded(user):
+    """Parameters in host memory, too, which is for stage 3 alone."""
+    return away(user)
+
+
+@CASES("A31", tolerance=1e-6)
+def offloaded_to_a_folder(user):
+    """The optimizer's states in files, of which none is left."""
+    folder = user.folder / f"states-{user.rank}"
+    folder.mkdir()
+    user.strategy_options = {"offload_optimizer": "nvme", "nvme_path": folder}
+    return {**away(user), "left": len(list(folder.iterdir()))}
+
+
+@CASES("A31", error="nvme_path='states' has no effect", ddp={})
+def a_folder_alone(user):
+    """A folder and nothing to put there."""
+    return away(user, user.strategy(nvme_path="states"))
+
+
+# A32: options of later versions.
+
 for name, title in {
     "hpz_group_size": "A second copy of parameters within a node",
     "quantized_weights": "Quantized transfers of parameters",
