@@ -19,7 +19,7 @@ from rich.text import Text
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_zero.plan.memory import model_state_nbytes
+from lightning_zero.plan.memory import ModelStateBytes, model_state_nbytes
 
 RECORD_NAME = "record.json"
 PROMPT = b"def "
@@ -132,7 +132,7 @@ class Report(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measure and generate text, on all ranks: stage 3 gathers for it."""
         strategy = trainer.strategy
-        measured = dataclasses.asdict(strategy.measure_model_states())
+        measured = everywhere(strategy.measure_model_states())
         own = torch.tensor(list(measured.values()), device=strategy.root_device)
         fullest = strategy.reduce(own, reduce_op="max")
         measured = dict(zip(measured, fullest.tolist(), strict=True))
@@ -154,13 +154,17 @@ class Report(L.Callback):
         )
         numel = sum(parameter.numel() for parameter in pl_module.parameters())
         is_low_precision = str(trainer.precision) in ("bf16-true", "16-true")
-        formula = model_state_nbytes(numel, record.stage, record.world_size, is_low_precision)
+        plan = strategy.options.offload
+        offload = "params" if plan.parameters else "cpu" if plan.optimizer else None
+        formula = model_state_nbytes(
+            numel, record.stage, record.world_size, is_low_precision, offload
+        )
         self._record = record
         self._output = (
             Rule("generated text"),
             Text(text.decode("utf-8", errors="replace")),
             Rule(),
-            memory_table(measured, dataclasses.asdict(formula), record, numel),
+            memory_table(measured, everywhere(formula), record, numel),
             "validation bits/byte: " + " -> ".join(f"{v:.2f} (step {s})" for s, v in curve),
         )
 
@@ -175,6 +179,13 @@ class Report(L.Callback):
         for part in self._output:
             console.print(part)
         console.print(f"checkpoint: {self._record.checkpoint}", soft_wrap=True, highlight=False)
+
+
+def everywhere(states: ModelStateBytes) -> dict[str, int]:
+    """Bytes by kind, on the device and in host memory together."""
+    kinds = ("parameters_nbytes", "gradients_nbytes", "optimizer_nbytes")
+    places = [place for place in (states, states.host) if place is not None]
+    return {kind: sum(getattr(place, kind) for place in places) for kind in kinds}
 
 
 def memory_table(

@@ -28,7 +28,7 @@ def test_choice_composes_and_builds_a_strategy(group, choice):
 
 def test_groups_are_the_documented_ones():
     groups = {group for group, _ in CHOICES}
-    assert groups == {"stage", "overlap", "checkpoint", "model", "data", "trainer"}
+    assert groups == {"stage", "overlap", "offload", "checkpoint", "model", "data", "trainer"}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -52,3 +52,20 @@ def test_trainer_choices_share_the_default():
     default = compose_overrides().trainer
     for choice in ("cpu", "gpu", "smoke"):
         assert set(compose_overrides(f"trainer={choice}").trainer) == set(default)
+
+
+@pytest.mark.parametrize(
+    ("choice", "optimizer", "parameters"),
+    [
+        ("none", None, None),
+        ("cpu", ("cpu", 1.0), None),
+        ("twin", ("cpu", 0.5), None),
+        ("params", ("cpu", 1.0), ("cpu", 1.0)),
+        ("nvme", ("nvme", 1.0), ("nvme", 1.0)),
+    ],
+)
+def test_offload_group_sets_what_leaves_the_device(choice, optimizer, parameters):
+    cfg = compose_overrides(f"offload={choice}", "stage='3'")
+    plan = hydra.utils.instantiate(cfg.strategy, _convert_="all").options.offload
+    for config, expected in ((plan.optimizer, optimizer), (plan.parameters, parameters)):
+        assert (config and (config.device, config.ratio)) == expected

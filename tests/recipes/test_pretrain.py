@@ -38,6 +38,7 @@ def test_two_steps_train_report_and_save(tmp_path, text_file):
         "trainer=smoke",
         "model=tiny",
         "stage=3",
+        "offload=params",
         "sample_bytes=8",
         "trainer.accumulate_grad_batches=2",
         f"data.path={text_file}",
