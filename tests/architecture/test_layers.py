@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 
 import pytest
 
@@ -224,6 +225,7 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 
 
+@cache
 def _own_private_names() -> set[str]:
     """Private names that the package itself defines or assigns on its own objects."""
     found = set()
