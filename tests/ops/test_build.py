@@ -13,7 +13,7 @@ import warnings
 import pytest
 import torch
 
-from lightning_zero.ops import sum_of_squares
+from lightning_zero.ops import adam_step_, quantize_blocks, sum_of_squares
 from lightning_zero.ops.build import build, built_file, last_error
 from lightning_zero.ops.libraries import HOST_LIBRARY
 from lightning_zero.ops.loader import NativeLibrary
@@ -26,6 +26,8 @@ from lightning_zero.ops.sources import (
     digest,
     source_folder,
 )
+from tests.helpers.spawn import run_ranks
+from tests.ops.pieces import random_pieces
 
 SOURCE = "columns_host.cpp"  # includes nothing of torch, and compiles in a second
 NVCC = shutil.which("nvcc")
@@ -162,30 +164,27 @@ def test_reference_is_taken_without_a_word_where_it_is_asked_for(library, monkey
         NativeLibrary(library, "", on_load=pytest.fail).is_there()
 
 
+def use_ops_without_a_compiler(folder):
+    """In a process that has not tried the library yet: plain PyTorch steps, after one warning."""
+    assert HOST_LIBRARY.is_loaded is None
+    os.environ |= {"CXX": "/nowhere/c++", "TORCH_EXTENSIONS_DIR": folder}
+    pieces = random_pieces([5, 6], torch.bfloat16, torch.bfloat16, has_undo=True)
+    before = pieces.clone()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for count in (1, 2):
+            pieces.step(adam_step_, count)
+        assert torch.isfinite(sum_of_squares(pieces.grads))
+        packed, _ = quantize_blocks(torch.ones(3), 4, 2)
+    assert packed.numel() == 2
+    assert torch.equal(pieces.copies[0], pieces.masters[0].bfloat16())
+    assert not torch.equal(pieces.masters[0], before.masters[0])
+    return [str(warning.message) for warning in told]
+
+
 def test_ops_work_where_nothing_can_be_built(tmp_path):
-    """In a process of its own: plain PyTorch steps, and one warning says so."""
-    code = (
-        "import torch\n"
-        "from tests.ops.pieces import random_pieces\n"
-        "from lightning_zero.ops import adam_step_, quantize_blocks, sum_of_squares\n"
-        "pieces = random_pieces([5, 6], torch.bfloat16, torch.bfloat16, has_undo=True)\n"
-        "before = pieces.clone()\n"
-        "for count in (1, 2):\n"
-        "    pieces.step(adam_step_, count)\n"
-        "assert torch.equal(pieces.copies[0], pieces.masters[0].bfloat16())\n"
-        "assert not torch.equal(pieces.masters[0], before.masters[0])\n"
-        "print(sum_of_squares(pieces.grads).item(), quantize_blocks(torch.ones(3), 4, 2))\n"
-    )
-    missing = {"CXX": "/nowhere/c++", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-W", "always", "-c", code],
-        env={**os.environ, **missing},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("native code is not built") == 1
+    (told,) = run_ranks(use_ops_without_a_compiler, 1, str(tmp_path))
+    assert ["native code is not built" in text for text in told] == [True]
 
 
 def test_ops_of_a_loaded_library_are_left_for_the_reference(monkeypatch):
