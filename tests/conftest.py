@@ -46,11 +46,16 @@ def no_thread_left_behind():
     assert not left, f"threads left behind: {left}"
 
 
+@pytest.fixture(scope="session")
+def known_children():
+    """Before the first test; whatever a later one leaves is killed by its guard."""
+    return _children()
+
+
 @pytest.fixture(autouse=True)
-def no_process_left_behind():
-    before = _children()
+def no_process_left_behind(known_children):
     yield
-    left = [process for process in _children() - before if process.is_running()]
+    left = [process for process in _children() - known_children if process.is_running()]
     _, alive = psutil.wait_procs(left, timeout=CHILD_EXIT_TIMEOUT_S)
     # A server that forks ranks may be started at any time, and serves all tests that follow.
     alive = [process for process in alive if process.pid not in _multiprocessing_servers()]
@@ -60,12 +65,17 @@ def no_process_left_behind():
     assert not names, f"processes left behind: {names}"
 
 
+@pytest.fixture(scope="session")
+def known_files():
+    return _files(ROOT)
+
+
 @pytest.fixture(autouse=True)
-def no_file_left_behind():
-    before = _files(ROOT)
+def no_file_left_behind(known_files):
     yield
-    left = sorted(_files(ROOT) - before)
-    assert not left, f"files left behind in the repository: {left}"
+    left = _files(ROOT) - known_files
+    known_files |= left  # told once
+    assert not left, f"files left behind in the repository: {sorted(left)}"
 
 
 def _children() -> set[psutil.Process]:
