@@ -101,7 +101,7 @@ def _files(folder: Path) -> set[str]:
         found.update(
             os.path.join(where, name)
             for name in files
-            if not name.startswith(".") and Path(name).suffix not in IGNORED_SUFFIXES
+            if not name.startswith(".") and os.path.splitext(name)[1] not in IGNORED_SUFFIXES
         )
     return found
 

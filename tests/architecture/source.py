@@ -20,6 +20,12 @@ def trees() -> dict[str, ast.Module]:
     }
 
 
+@cache
+def nodes(file: str) -> list[ast.AST]:
+    """All nodes of one file of the package."""
+    return list(ast.walk(trees()[file]))
+
+
 def imports(tree: ast.AST) -> Iterator[str]:
     """Full names that are imported, wherever the import stands."""
     for node in ast.walk(tree):

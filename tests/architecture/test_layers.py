@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from tests.architecture.source import classes, dotted, imports, methods, trees
+from tests.architecture.source import classes, dotted, imports, methods, nodes, trees
 
 FILES = sorted(trees())
 
@@ -160,7 +160,7 @@ def test_only_comm_calls_collectives(file):
     for name in imports(trees()[file]):
         is_storage = file.startswith("checkpoint/") and name.startswith(STORAGE)
         assert not name.startswith("torch.distributed") or is_storage, f"{file} imports {name}"
-    for node in ast.walk(trees()[file]):
+    for node in nodes(file):
         name = dotted(node)
         assert not name.startswith("torch.distributed."), f"{file}:{node.lineno} names {name}"
 
@@ -186,7 +186,7 @@ def test_only_the_lightning_files_import_lightning(file):
 
 @pytest.mark.parametrize("file", [file for file in FILES if file not in COMPARES_STAGE])
 def test_stage_number_is_compared_in_few_places(file):
-    for node in ast.walk(trees()[file]):
+    for node in nodes(file):
         if isinstance(node, ast.Compare):
             for side in (node.left, *node.comparators):
                 is_stage = dotted(side).split(".")[-1] == "stage"
@@ -202,7 +202,7 @@ def test_private_names_of_others_stand_in_compat(file):
         is_foreign = parts[0] not in {"lightning_zero", "__future__"}
         private = [part for part in parts if part.startswith("_")]
         assert not (is_foreign and private), f"{file} imports {name}"
-    for node in ast.walk(tree):
+    for node in nodes(file):
         if not isinstance(node, ast.Attribute) or not _is_private(node.attr):
             continue
         owner = dotted(node.value)
@@ -214,7 +214,7 @@ def test_private_names_of_others_stand_in_compat(file):
 
 @pytest.mark.parametrize("file", [file for file in FILES if file != "_compat.py"])
 def test_private_names_are_not_reached_by_strings(file):
-    for node in ast.walk(trees()[file]):
+    for node in nodes(file):
         if isinstance(node, ast.Call) and dotted(node.func) in {"getattr", "setattr", "hasattr"}:
             name = node.args[1]
             is_hidden = isinstance(name, ast.Constant) and _is_private(name.value)
@@ -264,6 +264,6 @@ def _inherited(file: str) -> set[str]:
 
 @pytest.mark.parametrize("file", FILES)
 def test_nothing_prints(file):
-    for node in ast.walk(trees()[file]):
+    for node in nodes(file):
         is_print = isinstance(node, ast.Call) and dotted(node.func) == "print"
         assert not is_print, f"{file}:{node.lineno} prints"

@@ -88,30 +88,26 @@ def test_wheel_states_its_license_and_requirements(wheel):
     assert "Requires-Dist: torch<2.15,>=2.11" in text
 
 
-def test_installed_package_imports_from_the_wheel(clean_python, tmp_path):
+def test_installed_package_imports_from_the_wheel_and_composes_its_configuration(
+    clean_python, tmp_path
+):
     code = (
+        "import hydra\n"
+        "from hydra import compose, initialize_config_module\n"
         "import lightning_zero, lightning_zero.__about__ as about\n"
         "from lightning.pytorch.strategies import StrategyRegistry\n"
         "from lightning_zero.ops.sources import source_folder\n"
         "print(lightning_zero.__file__, source_folder(), about.__version__)\n"
-        "assert 'zero_stage_3' in StrategyRegistry"
-    )
-    words = run_clean(clean_python, "-c", code, cwd=tmp_path).split()
-    package, sources = Path(words[-3]).parent, Path(words[-2])
-    assert package.is_relative_to(clean_python.parents[1])
-    assert sources == package / "cuda"
-
-
-def test_installed_package_composes_the_shipped_configuration(clean_python, tmp_path):
-    code = (
-        "import hydra\n"
-        "from hydra import compose, initialize_config_module\n"
+        "assert 'zero_stage_3' in StrategyRegistry\n"
         "with initialize_config_module('lightning_zero.conf', version_base='1.3'):\n"
         "    cfg = compose('config', overrides=['overlap=off', 'model=tiny'])\n"
         "strategy = hydra.utils.instantiate(cfg.strategy)\n"
         "print(type(strategy).__name__, strategy.options.stage)"
     )
-    assert "ZeroStrategy 3" in run_clean(clean_python, "-c", code, cwd=tmp_path)
+    *_, package, sources, _, kind, stage = run_clean(clean_python, "-c", code, cwd=tmp_path).split()
+    assert Path(package).is_relative_to(clean_python.parents[1])
+    assert Path(sources) == Path(package).parent / "cuda"
+    assert (kind, stage) == ("ZeroStrategy", "3")
 
 
 def test_shipped_configuration_extends_a_project_of_the_user(clean_python, tmp_path):
