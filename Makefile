@@ -46,9 +46,10 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 # One thread a rank: the tests start several ranks on few cores. Two files of tests at a time: ranks
-# wait for each other, and for what a test makes fail, more than they compute.
+# wait for each other, and for what a test makes fail, more than they compute. In order of the files:
+# the long ones are not the last.
 tests: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # The same tests, a quarter slower, with the lines that they have run.
 coverage: ARGS += --cov --cov-report=term --cov-fail-under=90
