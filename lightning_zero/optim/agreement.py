@@ -78,7 +78,7 @@ class GradientAgreement:
         pieces = self._table.pieces_of(optimizer) if optimizer else self._table.pieces()
         counted = [piece for piece in pieces if piece.has_grad(used)]
         if not self._is_sharded:  # torch's own sum, as with plain data parallelism
-            norm = torch.nn.utils.get_total_norm([piece.grad_as_is for piece in counted], norm_type)
+            norm = torch.nn.utils.get_total_norm([piece.grad for piece in counted], norm_type)
             return float(norm)
         if math.isinf(norm_type):
             return self._largest(counted)
