@@ -19,12 +19,13 @@ from typing_extensions import override
 
 from lightning_zero import _compat
 from lightning_zero.checkpoint import sharded
-from lightning_zero.checkpoint.files import failing_together, usable_io
+from lightning_zero.checkpoint.files import usable_io
 from lightning_zero.checkpoint.names import frozen_names, plain_name, with_names_of
 from lightning_zero.checkpoint.restored import RestoreWarning, told_of_count
 from lightning_zero.checkpoint.stored import loaded, read_when_loaded
 from lightning_zero.checks import check_form, check_storage_options, reads_whole_weights
 from lightning_zero.comm import ShardGroups
+from lightning_zero.comm.agreed import failing_together
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.formats import form_of
 from lightning_zero.params.sliced import opened

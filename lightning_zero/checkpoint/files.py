@@ -32,7 +32,6 @@ from lightning.fabric.plugins import CheckpointIO
 from typing_extensions import override
 
 from lightning_zero import _compat
-from lightning_zero.comm import Collectives
 
 try:
     import fcntl
@@ -218,31 +217,6 @@ def write_error(path: Path, error: Exception) -> Exception:
         f"{why}, so this checkpoint was not written, and an earlier one of its name is untouched",
         str(path),
     )
-
-
-@contextmanager
-def failing_together(collectives: Collectives | None, what: str) -> Iterator[None]:
-    """An error that any rank meets inside is raised on all ranks; for all of them to enter.
-
-    Args:
-        collectives: Group of the ranks; None for one that is alone.
-        what: What they do, for the ranks that could do their part.
-
-    Raises:
-        RuntimeError: Another rank has met an error.
-    """
-    problem: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        problem = error
-    text = "" if problem is None else f"{type(problem).__name__}: {problem}"
-    told = [text] if collectives is None else collectives.exchange_objects(text, what)
-    if problem is not None:
-        raise problem
-    failed = [f"rank {rank}: {theirs}" for rank, theirs in enumerate(told) if theirs]
-    if failed:
-        raise RuntimeError(f"could not {what}; {'; '.join(failed)}")
 
 
 # Reading.

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_zero.checkpoint import sharded
-from lightning_zero.checkpoint.files import failing_together
 from lightning_zero.checkpoint.folders import SideFolder, discard, remove_leftovers
 from lightning_zero.checkpoint.stored import Part, stored_in
 from lightning_zero.comm import ShardGroups
+from lightning_zero.comm.agreed import failing_together
 
 Parts = Callable[[], Sequence[Part]]
 

@@ -2,53 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from lightning_zero.comm.api import Collectives
 
-T = TypeVar("T")
 
-
-def agreed(control: Collectives, what: str, run: Callable[[], T]) -> T:
-    """Run something that does not meet other ranks; for all ranks to call.
+@contextmanager
+def failing_together(
+    collectives: Collectives | None, what: str, told: str = "could not {}; "
+) -> Iterator[None]:
+    """An error that any rank meets inside is raised on all ranks; for all of them to enter.
 
     Args:
-        control: Group over which ranks tell each other how it went.
-        what: What is done, for messages.
-        run: Does it.
-
-    Returns:
-        What ``run`` has returned.
+        collectives: Group of the ranks; None for one that is alone.
+        what: What they do, for the ranks that could do their part.
+        told: How the error of those ranks begins, with a place for ``what``.
 
     Raises:
-        Exception: What ``run`` has raised here.
-        RuntimeError: It has raised on other ranks only; says on which, and what.
+        RuntimeError: Another rank has met an error.
     """
+    problem: Exception | None = None
     try:
-        found = run()
+        yield
     except Exception as error:
-        control.exchange_objects(describe(error), what)
-        raise
-    raise_others(control.exchange_objects("", what), what)
-    return found
-
-
-def describe(error: Exception) -> str:
-    """An error as other ranks are told of it."""
-    return f"{type(error).__name__}: {error}"
-
-
-def raise_others(every: list[str], what: str) -> None:
-    """Raise what other ranks have told of.
-
-    Args:
-        every: Of each rank, an error or an empty text.
-        what: What was done.
-
-    Raises:
-        RuntimeError: A rank has told of an error.
-    """
-    told = [f"rank {rank}: {text}" for rank, text in enumerate(every) if text]
-    if told:
-        raise RuntimeError(f"other ranks could not {what}: {'; '.join(told)}")
+        problem = error
+    text = "" if problem is None else f"{type(problem).__name__}: {problem}"
+    every = [text] if collectives is None else collectives.exchange_objects(text, what)
+    if problem is not None:
+        raise problem
+    failed = [f"rank {rank}: {theirs}" for rank, theirs in enumerate(every) if theirs]
+    if failed:
+        raise RuntimeError(f"{told.format(what)}{'; '.join(failed)}")

@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.checkpoint import sharded
-from lightning_zero.checkpoint.files import failing_together, usable_io
+from lightning_zero.checkpoint.files import usable_io
 from lightning_zero.checkpoint.names import with_names_of
 from lightning_zero.checkpoint.stored import loaded, read_when_loaded
 from lightning_zero.checks import check_form, check_storage_options
 from lightning_zero.comm import ShardGroups
+from lightning_zero.comm.agreed import failing_together
 from lightning_zero.fabric.models import SetUpModels, ZeroModule
 from lightning_zero.formats import form_of
 from lightning_zero.params.sliced import opened

@@ -163,14 +163,13 @@ class Staging:
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """1-D host memory that nothing reads any more, with arbitrary content."""
-        buffer = self._link.zeros(0, dtype)
         if len(self._free) >= self._count:
             buffer, transfer = self._free.popleft()
             if transfer is not None:
                 transfer.wait_on_host()
-        if buffer.dtype != dtype or buffer.numel() < numel:
-            buffer = self._link.zeros(numel, dtype)
-        return buffer[:numel]
+            if buffer.dtype == dtype and buffer.numel() >= numel:
+                return buffer[:numel]
+        return self._link.zeros(numel, dtype)
 
     def send(self, taken: Tensor, target: Tensor) -> Transfer:
         """Copy to the device; the memory is taken again once that is done.

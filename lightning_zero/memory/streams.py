@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -40,21 +40,21 @@ class Sections:
 
 
 class StateStream:
-    """A file of a run folder that grows, and the window through which it is read and written.
+    """A file that grows, in a run folder of its own, and the window through which it is used.
 
     Args:
-        folder: Makes the folder, when it is needed.
+        root: Where the run folder is made, when it is needed.
+        rank: This rank.
         name: Name of the file in it.
         buffer_count: Regions that are in memory at once.
         pin: Page-lock them.
     """
 
-    def __init__(
-        self, folder: Callable[[], RunFolder], name: str, buffer_count: int, pin: bool
-    ) -> None:
-        self._folder = folder
+    def __init__(self, root: Path, rank: int, name: str, buffer_count: int, pin: bool) -> None:
+        self._root, self._rank = root, rank
         self._name = name
         self._buffer_count, self._pin = buffer_count, pin
+        self._folder: RunFolder | None = None
         self._file: StateFile | None = None
         self._window: Window | None = None
 
@@ -79,7 +79,8 @@ class StateStream:
             ValueError: The folder cannot be used.
         """
         if self._file is None:
-            self._file = StateFile(self._folder().path / self._name, [nbytes])
+            self._folder = RunFolder(self._root, self._rank)
+            self._file = StateFile(self._folder.path / self._name, [nbytes])
             count = self._buffer_count
             self._window = Window(self._file, buffer_count=count, pin=self._pin)
         else:
@@ -98,13 +99,15 @@ class StateStream:
             self._file.flush()
 
     def close(self) -> None:
-        """End all transfers. What is mapped stays valid."""
+        """End all transfers and remove the folder. What is mapped stays valid."""
         window, self._window = self._window, None
         file, self._file = self._file, None
         if window is not None:
             window.close()
         if file is not None:
             file.close()
+        if self._folder is not None:
+            self._folder.close()
 
 
 class ReadAhead:

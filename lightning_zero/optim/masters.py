@@ -226,8 +226,10 @@ class HostMaster(MasterShard):
         Returns:
             None where they have the dtype of the master. Goes to the device with :meth:`store`.
         """
-        if not self.has_copy:
-            return None
+        return self._room() if self.has_copy else None
+
+    def _room(self) -> Tensor:
+        """The shard itself if it lies in host memory, else memory to send it from."""
         here, shard = shard_in_memory(self.parameters, self._link), self.parameters.shard
         return here if here is not None else self._staging.take(shard.numel(), shard.dtype)
 
@@ -292,10 +294,7 @@ class HostMaster(MasterShard):
 
     def refresh(self) -> None:
         """See the base class."""
-        now, known = self.stamp_now(), self.known_stamp
-        is_same = now is None or known is None or bool(now == known)
-        if not (self.is_told and is_same):
-            self.follow_shard()
+        refresh_together([self])
 
     def follow_shard(self) -> None:
         """Take in what somebody else has written to the shard."""
@@ -324,13 +323,15 @@ def refresh_together(masters: Iterable[MasterShard]) -> None:
     """
     stamped: list[tuple[HostMaster, Tensor, Tensor]] = []
     for master in masters:
-        if isinstance(master, HostMaster) and master.is_told:
+        if not isinstance(master, HostMaster):
+            master.refresh()
+        elif not master.is_told:
+            master.follow_shard()
+        else:
             now, known = master.stamp_now(), master.known_stamp
             if now is not None and known is not None:
                 stamped.append((master, now, known))
             master.settle()
-        else:
-            master.refresh()
     if stamped:
         is_other = torch.stack([now for _, now, _ in stamped]) != torch.stack(
             [known for _, _, known in stamped]

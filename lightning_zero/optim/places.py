@@ -9,18 +9,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.comm import Collectives
-from lightning_zero.comm.agreed import agreed
+from lightning_zero.comm.agreed import failing_together
 from lightning_zero.grads.bucket import GradientBucket
 from lightning_zero.grads.homes import HostHome
 from lightning_zero.memory.link import HostLink, Staging, make_link
-from lightning_zero.memory.run_folder import RunFolder
 from lightning_zero.memory.streams import ReadAhead, StateStream
 from lightning_zero.optim.apart import steps_apart
 from lightning_zero.optim.geometry import elementwise_states
 from lightning_zero.optim.masters import HostMaster, MasterShard
 from lightning_zero.optim.pieces import PieceTable
 from lightning_zero.optim.streamed import StreamedMaster
-from lightning_zero.optim.updaters import HostUpdater, Updater, WholeUpdater
+from lightning_zero.optim.updaters import TOLD, HostUpdater, Updater
 from lightning_zero.params.bucket import ParameterBucket
 from lightning_zero.params.shard_homes import FileShard, HostShard, MakeHome, ShardHome
 from lightning_zero.plan.offload import OffloadConfig, OffloadPlan, hosted
@@ -49,7 +48,6 @@ class Places:
         self._has_copies = has_copies
         self._wire_dtype = wire_dtype
         self._control = control
-        self._folder: RunFolder | None = None
         self._states: StateStream | None = None
         self._shards: StateStream | None = None
         self.link: HostLink | None = None
@@ -65,12 +63,8 @@ class Places:
             self._reads = ReadAhead(self._shards, plan.parameters.buffer_count)
 
     def _stream(self, config: OffloadConfig, name: str) -> StateStream:
-        def folder() -> RunFolder:
-            if self._folder is None or self._folder.path.parent != config.folder.absolute():
-                self._folder = RunFolder(config.folder, self._control.rank)
-            return self._folder
-
-        return StateStream(folder, name, config.buffer_count, config.pin_memory)
+        how = config.buffer_count, config.pin_memory
+        return StateStream(config.folder, self._control.rank, name, *how)
 
     @property
     def make_home(self) -> MakeHome | None:
@@ -82,8 +76,8 @@ class Places:
             raise AssertionError("parameters are offloaded without a link")
         if self._shards is None:
             return HostShard(shard, self.link)
-        link, reads = self.link, self._reads
-        return agreed(self._control, "write parameters", lambda: FileShard(shard, link, reads))
+        with failing_together(self._control, "write parameters", TOLD):
+            return FileShard(shard, self.link, self._reads)
 
     def masters(
         self, buckets: Sequence[ParameterBucket], optimizers: Sequence[Optimizer]
@@ -102,15 +96,12 @@ class Places:
         if self._plan.optimizer is not None:
             numels = [bucket.layout.padded_numel for bucket in buckets]
             on_host = hosted(numels, self._plan.optimizer.ratio)
-
-        def make() -> list[MasterShard]:
-            pairs = zip(buckets, on_host, strict=True)
-            return [self._master(bucket, is_here, optimizers) for bucket, is_here in pairs]
-
+        pairs = list(zip(buckets, on_host, strict=True))
         if self._states is None:
-            return make()
+            return [self._master(*pair, optimizers) for pair in pairs]
         check_streamed(optimizers)
-        return agreed(self._control, "write states", make)
+        with failing_together(self._control, "write states", TOLD):
+            return [self._master(*pair, optimizers) for pair in pairs]
 
     def _master(
         self, bucket: ParameterBucket, is_on_host: bool, optimizers: Sequence[Optimizer]
@@ -131,7 +122,7 @@ class Places:
     def updater(self, table: PieceTable) -> Updater:
         """Who steps what has been made here."""
         if self.link is None:
-            return WholeUpdater(table)
+            return Updater(table)
         if self._states is None and self._shards is None:
             return HostUpdater(table)
         return HostUpdater(table, self._states, self._control)
@@ -141,8 +132,6 @@ class Places:
         for stream in (self._states, self._shards):
             if stream is not None:
                 stream.close()
-        if self._folder is not None:
-            self._folder.close()
 
 
 def check_streamed(optimizers: Sequence[Optimizer]) -> None:

@@ -23,7 +23,7 @@ from lightning_zero.memory.link import HostLink, Staging
 from lightning_zero.memory.streams import Sections, StateStream
 from lightning_zero.optim.apart import ApartSteps
 from lightning_zero.optim.bucket_steps import Bound, Group, step_on_host
-from lightning_zero.optim.masters import HostMaster, shard_in_memory
+from lightning_zero.optim.masters import HostMaster
 from lightning_zero.optim.pieces import MasterPiece
 from lightning_zero.params.bucket import ParameterBucket
 
@@ -83,9 +83,7 @@ class StreamedMaster(HostMaster):
 
     def room_for_copy(self) -> Tensor:
         """See the base class; the master itself is in memory for a moment only."""
-        here = shard_in_memory(self.parameters, self._link)
-        shard = self.parameters.shard
-        return here if here is not None else self._staging.take(shard.numel(), shard.dtype)
+        return self._room()
 
     def room_for_state(self, key: str, dtype: torch.dtype) -> Tensor | None:
         """See the base class."""

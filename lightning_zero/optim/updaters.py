@@ -9,7 +9,6 @@ as it does over any parameter without a gradient.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_zero import _compat
 from lightning_zero.comm import Collectives
-from lightning_zero.comm.agreed import agreed, describe, raise_others
+from lightning_zero.comm.agreed import failing_together
 from lightning_zero.memory.streams import StateStream
 from lightning_zero.optim.apart import ApartSteps, steps_apart
 from lightning_zero.optim.bucket_steps import Group, step_in_place
@@ -32,9 +31,12 @@ from lightning_zero.optim.streamed import StreamedMaster
 Used = frozenset[nn.Parameter]
 """Parameters that some rank has a gradient for."""
 
+TOLD = "other ranks could not {}: "
+"""How an error of files begins on the ranks whose files are fine."""
 
-class Updater(ABC):
-    """Steps the master shards of this rank with the user's optimizers.
+
+class Updater:
+    """Has the user's optimizers step the master shards of this rank, all at once, where they are.
 
     Args:
         table: This rank's pieces.
@@ -59,21 +61,10 @@ class Updater(ABC):
             master.end_step()
 
     @contextmanager
-    @abstractmethod
     def _stepping(
         self, optimizer: Optimizer, masters: Sequence[MasterShard], used: Used
     ) -> Iterator[None]:
         """As :meth:`stepping`; masters that were stepped are on their way back after it."""
-        yield
-
-
-class WholeUpdater(Updater):
-    """The user's optimizer steps all pieces at once, where they are."""
-
-    @contextmanager
-    def _stepping(
-        self, optimizer: Optimizer, masters: Sequence[MasterShard], used: Used
-    ) -> Iterator[None]:
         with self._table.swapped(optimizer, used):
             yield
         self._store(masters)
@@ -83,7 +74,7 @@ class WholeUpdater(Updater):
             master.store()
 
 
-class HostUpdater(WholeUpdater):
+class HostUpdater(Updater):
     """Steps bucket by bucket what is on the host, see [Note: steps on the host].
 
     Args:
@@ -124,13 +115,15 @@ class HostUpdater(WholeUpdater):
             handle.remove()
         step.finish()
         if self._control is not None:
-            step.agree(self._control)
+            with failing_together(self._control, "step with states in files", TOLD):
+                step.raise_kept()
 
     def _store(self, masters: Sequence[MasterShard]) -> None:
         if self._control is None:
             super()._store(masters)
         else:  # of one rank's disk: all of them are to stop
-            agreed(self._control, "write parameters", partial(super()._store, masters))
+            with failing_together(self._control, "write parameters", TOLD):
+                super()._store(masters)
 
     def steps_apart(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer may be stepped bucket by bucket."""
@@ -216,13 +209,10 @@ class _BucketwiseStep:
             master.step(optimizer, apart, self._groups[master], region)
             self._stepped[master] = master.tensor._version
 
-    def agree(self, control: Collectives) -> None:
-        """Raise on all ranks if one could not read or write its files."""
-        what = "step with states in files"
-        every = control.exchange_objects("" if self._error is None else describe(self._error), what)
+    def raise_kept(self) -> None:
+        """Raise what was kept: files of this rank could not be read or written."""
         if self._error is not None:
             raise self._error
-        raise_others(every, what)
 
     def finish(self) -> None:
         """Store what was not stepped here, and what a hook after the step has written to."""

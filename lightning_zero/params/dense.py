@@ -61,17 +61,14 @@ def stamp(flat: Tensor) -> Tensor:
     Returns:
         0-d int64 on the device of ``flat``.
     """
-    in_word = 8 // flat.element_size()
-    first = min(flat.numel(), -flat.storage_offset() % in_word)
-    last = first + (flat.numel() - first) // in_word * in_word
-    words = flat[first:last].view(torch.int64)
+    words, rests = _words(flat)
     whole = len(words) // STAMP_COLUMNS * STAMP_COLUMNS
     sums = words[:whole].view(-1, STAMP_COLUMNS).sum(0)
     sums[: len(words) - whole] += words[whole:]
     places = torch.arange(1, STAMP_COLUMNS + 1, device=flat.device)
     total = (sums * (places * -7046029254386353131)).sum()
-    for rest in (flat[:first], flat[last:]):
-        total = total * 31 + rest.view(_INTEGER[flat.element_size()]).sum()
+    for rest in rests:
+        total = total * 31 + rest.sum()
     return total
 
 
@@ -81,10 +78,18 @@ def checksum(flat: Tensor) -> int:
     Args:
         flat: 1-D of any real dtype.
     """
+    words, rests = _words(flat)
+    total = words.sum()
+    for rest in rests:
+        total = total + rest.sum()
+    return int(total)
+
+
+def _words(flat: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Bits as int64 words, and what lies before and after them, as integers of its own width."""
     in_word = 8 // flat.element_size()
     first = min(flat.numel(), -flat.storage_offset() % in_word)
     last = first + (flat.numel() - first) // in_word * in_word
-    total = flat[first:last].view(torch.int64).sum()
-    for rest in (flat[:first], flat[last:]):
-        total = total + rest.view(_INTEGER[flat.element_size()]).sum()
-    return int(total)
+    kind = _INTEGER[flat.element_size()]
+    rests = flat[:first].view(kind), flat[last:].view(kind)
+    return flat[first:last].view(torch.int64), rests
