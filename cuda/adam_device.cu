@@ -27,6 +27,18 @@ __global__ void step_kernel(const AdamPiece piece) {
   }
 }
 
+template <Format kGrad, Format kCopy>
+__global__ void columns_kernel(const AdamPiece piece, const AdamColumns columns) {
+  const auto* const grad = static_cast<const Stored<kGrad>*>(piece.grad);
+  auto* const copy = static_cast<Stored<kCopy>*>(piece.copy);
+  for (std::int64_t i = first_of_thread(); i < piece.numel; i += stride_of_grid()) {
+    const std::int64_t column = (columns.first + i) % columns.columns;
+    adam_element(piece.coefficients, columns.steps[column], columns.bias_roots[column],
+                 widened<kGrad>(grad[i]), piece.master[i], piece.exp_avg[i], piece.exp_avg_sq[i]);
+    if constexpr (kCopy != Format::kNone) copy[i] = narrowed<kCopy>(piece.master[i]);
+  }
+}
+
 template <Format kCopy>
 __global__ void undo_kernel(const AdamPiece piece) {
   auto* const copy = static_cast<Stored<kCopy>*>(piece.copy);
@@ -58,7 +70,40 @@ void launch_step(const AdamPiece& piece, Format copy, cudaStream_t stream) {
   }
 }
 
+template <Format kGrad>
+void launch_columns(const AdamPiece& piece, const AdamColumns& columns, Format copy,
+                    cudaStream_t stream) {
+  const unsigned int grid = grid_of(piece.numel);
+  switch (copy) {
+    case Format::kFloat32:
+      columns_kernel<kGrad, Format::kFloat32><<<grid, kThreads, 0, stream>>>(piece, columns);
+      break;
+    case Format::kBFloat16:
+      columns_kernel<kGrad, Format::kBFloat16><<<grid, kThreads, 0, stream>>>(piece, columns);
+      break;
+    case Format::kFloat16:
+      columns_kernel<kGrad, Format::kFloat16><<<grid, kThreads, 0, stream>>>(piece, columns);
+      break;
+    case Format::kNone:
+      columns_kernel<kGrad, Format::kNone><<<grid, kThreads, 0, stream>>>(piece, columns);
+      break;
+  }
+}
+
 }  // namespace
+
+void adam_columns_device(const AdamPiece& piece, const AdamColumns& columns, AdamFormats formats,
+                         void* stream) {
+  if (piece.numel == 0) return;
+  switch (formats.grad) {
+    case Format::kBFloat16:
+      return launch_columns<Format::kBFloat16>(piece, columns, formats.copy, stream_of(stream));
+    case Format::kFloat16:
+      return launch_columns<Format::kFloat16>(piece, columns, formats.copy, stream_of(stream));
+    default:
+      return launch_columns<Format::kFloat32>(piece, columns, formats.copy, stream_of(stream));
+  }
+}
 
 void adam_step_device(const AdamPiece& piece, AdamFormats formats, void* stream) {
   if (piece.numel == 0) return;

@@ -78,6 +78,81 @@ void step(const AdamPiece& piece, std::int64_t begin, std::int64_t end) {
   end_streams();
 }
 
+// Split by what the coefficients are: with a choice in it, the loop is not vectorised.
+template <bool kIsAverageNear, bool kHasPenalty>
+__attribute__((noinline)) void step_line_of(
+    AdamCoefficients coefficients, const float* __restrict steps,
+    const float* __restrict bias_roots, const float* __restrict gradient, float* __restrict master,
+    float* __restrict exp_avg, float* __restrict exp_avg_sq) {
+  coefficients.is_average_near = kIsAverageNear;
+  if constexpr (!kHasPenalty) coefficients.penalty = 0.0f;
+  for (std::int64_t i = 0; i < kLineNumel; ++i) {
+    adam_element(coefficients, steps[i], bias_roots[i], gradient[i], master[i], exp_avg[i],
+                 exp_avg_sq[i]);
+  }
+}
+
+void step_line(const AdamCoefficients& coefficients, const float* steps, const float* bias_roots,
+               const float* gradient, float* master, float* exp_avg, float* exp_avg_sq) {
+  const bool has_penalty = coefficients.penalty != 0.0f;
+  const auto step = coefficients.is_average_near
+                        ? (has_penalty ? step_line_of<true, true> : step_line_of<true, false>)
+                        : (has_penalty ? step_line_of<false, true> : step_line_of<false, false>);
+  step(coefficients, steps, bias_roots, gradient, master, exp_avg, exp_avg_sq);
+}
+
+// A run of one row, of which each element has the coefficients of its column.
+template <Format kGrad, Format kCopy>
+__attribute__((noinline)) void step_row(
+    const AdamCoefficients coefficients, const float* __restrict steps,
+    const float* __restrict bias_roots, const Stored<kGrad>* __restrict grad,
+    float* __restrict master, float* __restrict exp_avg, float* __restrict exp_avg_sq,
+    Stored<kCopy>* __restrict copy, std::int64_t numel) {
+  const std::int64_t whole = numel / kLineNumel * kLineNumel;
+  for (std::int64_t at = 0; at < whole; at += kLineNumel) {
+    alignas(64) float gradient[kLineNumel];
+    widen_line<kGrad>(grad + at, gradient);
+    step_line(coefficients, steps + at, bias_roots + at, gradient, master + at, exp_avg + at,
+              exp_avg_sq + at);
+    if constexpr (kCopy != Format::kNone) narrow_line<kCopy>(master + at, copy + at);
+  }
+  for (std::int64_t i = whole; i < numel; ++i) {
+    adam_element(coefficients, steps[i], bias_roots[i], widened<kGrad>(grad[i]), master[i],
+                 exp_avg[i], exp_avg_sq[i]);
+    if constexpr (kCopy != Format::kNone) copy[i] = narrowed<kCopy>(master[i]);
+  }
+}
+
+template <Format kGrad, Format kCopy>
+void step_rows(const AdamPiece& piece, const AdamColumns& columns, std::int64_t begin,
+               std::int64_t end) {
+  const auto* const grad = static_cast<const Stored<kGrad>*>(piece.grad);
+  auto* const copy = static_cast<Stored<kCopy>*>(piece.copy);
+  for (std::int64_t at = begin; at < end;) {
+    const std::int64_t column = (columns.first + at) % columns.columns;
+    const std::int64_t numel = std::min(end - at, columns.columns - column);
+    step_row<kGrad, kCopy>(piece.coefficients, columns.steps + column, columns.bias_roots + column,
+                           grad + at, piece.master + at, piece.exp_avg + at, piece.exp_avg_sq + at,
+                           kCopy == Format::kNone ? copy : copy + at, numel);
+    at += numel;
+  }
+}
+
+template <Format kGrad>
+void rows_of(const AdamPiece& piece, const AdamColumns& columns, Format copy, std::int64_t begin,
+             std::int64_t end) {
+  switch (copy) {
+    case Format::kFloat32:
+      return step_rows<kGrad, Format::kFloat32>(piece, columns, begin, end);
+    case Format::kBFloat16:
+      return step_rows<kGrad, Format::kBFloat16>(piece, columns, begin, end);
+    case Format::kFloat16:
+      return step_rows<kGrad, Format::kFloat16>(piece, columns, begin, end);
+    case Format::kNone:
+      return step_rows<kGrad, Format::kNone>(piece, columns, begin, end);
+  }
+}
+
 template <Format kGrad>
 void step_of(const AdamPiece& piece, Format copy, std::int64_t begin, std::int64_t end) {
   switch (copy) {
@@ -109,6 +184,18 @@ void adam_step_host(const AdamPiece& piece, AdamFormats formats, std::int64_t be
       return step_of<Format::kFloat16>(piece, formats.copy, begin, end);
     default:
       return step_of<Format::kFloat32>(piece, formats.copy, begin, end);
+  }
+}
+
+void adam_columns_host(const AdamPiece& piece, const AdamColumns& columns, AdamFormats formats,
+                       std::int64_t begin, std::int64_t end) {
+  switch (formats.grad) {
+    case Format::kBFloat16:
+      return rows_of<Format::kBFloat16>(piece, columns, formats.copy, begin, end);
+    case Format::kFloat16:
+      return rows_of<Format::kFloat16>(piece, columns, formats.copy, begin, end);
+    default:
+      return rows_of<Format::kFloat32>(piece, columns, formats.copy, begin, end);
   }
 }
 

@@ -39,8 +39,9 @@ inline AdamCoefficients adam_coefficients(double step, double lr, double beta1, 
   };
 }
 
-LZ_SHARED void adam_element(const AdamCoefficients& c, float grad, float& master, float& exp_avg,
-                            float& exp_avg_sq) {
+// `step` and `bias_root` stand for those of the coefficients, where columns have their own.
+LZ_SHARED void adam_element(const AdamCoefficients& c, float step, float bias_root, float grad,
+                            float& master, float& exp_avg, float& exp_avg_sq) {
   const float scaled = product(grad, c.grad_scale);
   const float kept = product(master, c.kept);
   // Without a penalty the gradient stays itself, also where a weight is infinite.
@@ -49,8 +50,13 @@ LZ_SHARED void adam_element(const AdamCoefficients& c, float grad, float& master
   exp_avg = fused(c.exp_avg_weight, sum(gradient, -exp_avg), base);
   exp_avg_sq = fused(product(c.exp_avg_sq_weight, gradient), gradient,
                      product(exp_avg_sq, c.exp_avg_sq_kept));
-  const float denominator = sum(quotient(square_root(exp_avg_sq), c.bias_root), c.eps);
-  master = sum(kept, -quotient(product(c.step, exp_avg), denominator));
+  const float denominator = sum(quotient(square_root(exp_avg_sq), bias_root), c.eps);
+  master = sum(kept, -quotient(product(step, exp_avg), denominator));
+}
+
+LZ_SHARED void adam_element(const AdamCoefficients& c, float grad, float& master, float& exp_avg,
+                            float& exp_avg_sq) {
+  adam_element(c, c.step, c.bias_root, grad, master, exp_avg, exp_avg_sq);
 }
 
 }  // namespace lightning_zero

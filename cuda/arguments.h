@@ -62,4 +62,14 @@ inline double* total_of(const at::Tensor& total, const at::Device& device) {
   return static_cast<double*>(contiguous_address(total, 1, device));
 }
 
+// Coefficients of the columns of a piece, checked.
+inline AdamColumns columns_of(const at::Tensor& steps, const at::Tensor& bias_roots,
+                              std::int64_t first, const at::Device& device) {
+  const std::int64_t columns = steps.numel();
+  TORCH_CHECK(columns > 0 && first >= 0 && first < columns, "there is no column ", first, " of ",
+              columns);
+  return {floats_of(steps, columns, device), floats_of(bias_roots, columns, device), columns,
+          first};
+}
+
 }  // namespace lightning_zero

@@ -44,6 +44,22 @@ void adam_step(at::TensorList masters, at::TensorList exp_avgs, at::TensorList e
   });
 }
 
+void adam_columns_step(const at::Tensor& master, const at::Tensor& exp_avg,
+                       const at::Tensor& exp_avg_sq, const at::Tensor& grad,
+                       const at::Tensor& step_sizes, const at::Tensor& bias_roots,
+                       std::int64_t first_column, double lr, double beta1, double beta2, double eps,
+                       double weight_decay, bool decoupled, bool maximize, double grad_scale,
+                       at::TensorList copy) {
+  auto pieces = pieces_of({master}, {exp_avg}, {exp_avg_sq}, copy, {});
+  take_gradients(pieces, {grad}, {1.0},
+                 {lr, beta1, beta2, eps, weight_decay, decoupled, maximize, grad_scale});
+  const AdamColumns columns = columns_of(step_sizes, bias_roots, first_column, master.device());
+  const AdamFormats formats{format_of(grad), format_of(copy)};
+  for_all_elements(pieces, [&](const AdamPiece& piece, std::int64_t begin, std::int64_t end) {
+    adam_columns_host(piece, columns, formats, begin, end);
+  });
+}
+
 void adam_undo(at::TensorList masters, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
                at::TensorList undo, at::TensorList copies) {
   TORCH_CHECK(undo.size() == masters.size(), "one undo record for each master");
@@ -158,6 +174,11 @@ TORCH_LIBRARY(lightning_zero, library) {
       "float weight_decay, bool decoupled, bool maximize, float grad_scale, "
       "Tensor(d!)[] copies, Tensor(e!)[] undo) -> ()");
   library.def(
+      "adam_columns_step_(Tensor(a!) master, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, "
+      "Tensor grad, Tensor step_sizes, Tensor bias_roots, int first_column, float lr, float beta1, "
+      "float beta2, float eps, float weight_decay, bool decoupled, bool maximize, "
+      "float grad_scale, Tensor(d!)[] copy) -> ()");
+  library.def(
       "adam_step_undo_(Tensor(a!)[] masters, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
       "Tensor[] undo, Tensor(d!)[] copies) -> ()");
   library.def(
@@ -174,6 +195,7 @@ TORCH_LIBRARY(lightning_zero, library) {
 
 TORCH_LIBRARY_IMPL(lightning_zero, CPU, library) {
   library.impl("adam_step_", lightning_zero::adam_step);
+  library.impl("adam_columns_step_", lightning_zero::adam_columns_step);
   library.impl("adam_step_undo_", lightning_zero::adam_undo);
   library.impl("quantize_blocks_", lightning_zero::quantize);
   library.impl("dequantize_blocks_", lightning_zero::dequantize);

@@ -8,6 +8,7 @@ import torch
 
 OPS = (
     "adam_step_",
+    "adam_columns_step_",
     "adam_step_undo_",
     "quantize_blocks_",
     "dequantize_blocks_",
