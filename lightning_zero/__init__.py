@@ -26,6 +26,7 @@ from lightning_zero.engine import ZeroEngine
 from lightning_zero.params.bucket import ParamStatus
 from lightning_zero.plan.offload import OffloadConfig
 from lightning_zero.plan.prefetch import PrefetchOptions
+from lightning_zero.plan.zenflow import ZenFlowConfig
 from lightning_zero.strategy import ZeroStrategy
 from lightning_zero.summary import ZeroModelSummary
 
@@ -37,6 +38,7 @@ __all__ = [
     "ParamStatus",
     "PrefetchOptions",
     "ShardGroups",
+    "ZenFlowConfig",
     "ZeroEMA",
     "ZeroEngine",
     "ZeroModelSummary",

@@ -17,6 +17,7 @@ from lightning_zero.params.units import LeafModule
 from lightning_zero.plan.layout import ShardBy
 from lightning_zero.plan.offload import NVME_PATH_VARIABLE, Offloaded, OffloadPlan
 from lightning_zero.plan.prefetch import PrefetchOptions
+from lightning_zero.plan.zenflow import ZenFlowConfig
 
 GatherBy = Literal["auto", "one_sided", "collective"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -113,6 +114,10 @@ class ZeroOptions:
     nvme_path: str | Path | None = None
     """With ``"nvme"``: a folder on a fast local disk; None for that of the environment."""
 
+    zenflow: ZenFlowConfig | Mapping[str, Any] | None = None
+    """With ``offload_optimizer="cpu"``: step important columns on the device at every step and the
+    rest less often, a :class:`ZenFlowConfig` or its fields."""
+
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or self.stage not in STAGES:
             raise ValueError(
@@ -203,7 +208,7 @@ class ZeroOptions:
     def offload(self) -> OffloadPlan:
         """``offload_optimizer``, ``offload_parameters`` and ``nvme_path``, resolved."""
         place = self.nvme_path, os.environ.get(NVME_PATH_VARIABLE)
-        return OffloadPlan.of(self.offload_optimizer, self.offload_parameters, *place)
+        return OffloadPlan.of(self.offload_optimizer, self.offload_parameters, *place, self.zenflow)
 
     @property
     def policy(self) -> StagePolicy:

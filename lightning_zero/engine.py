@@ -263,6 +263,8 @@ class ZeroEngine:
         check_stepped(optimizer, self.table, self.names)
         used = self._agreement.used()
         self.watch.on_gradients(optimizer, self._reducer.generation)
+        for master in self.table.masters_of(optimizer):
+            master.bring_together()
         with self.table.swapped(optimizer, used):
             yield
 
@@ -306,6 +308,10 @@ class ZeroEngine:
         self.held.forget()
 
     # Around steps.
+
+    def begin_epoch(self) -> None:
+        """An epoch of training begins."""
+        self._updater.begin_epoch()
 
     def full_params(
         self, wanted: Wanted | None = None, writeback: bool = False, from_rank: int | None = None
@@ -370,6 +376,9 @@ class ZeroEngine:
         known = restored.claimed(optimizer, self.table, state_dict, self.names)
         if known:  # frozen now, but not for good: its state is kept for when it is unfrozen
             self._adopt(known, has_state=True)
+        for master in self.table.masters_of(optimizer):
+            master.bring_together()
+        self._updater.take_state(optimizer, state_dict)
         restored.load_optimizer_state_dict(
             optimizer, self.table, state_dict, self.names, is_speaker=self.groups.rank == 0
         )

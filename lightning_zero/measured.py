@@ -40,6 +40,7 @@ def measure_states(
         side = sides[master.is_on_host]
         grad = master.gradients.held_shard_grad()
         side.gradients += [] if grad is None else [grad]
+        sides[False].optimizer += master.on_device()
         side.optimizer += [master.tensor] if master.is_apart and master.is_in_memory else []
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():

@@ -53,6 +53,7 @@ from lightning_zero.partition import broadcast_module, construction
 from lightning_zero.plan.layout import ShardBy
 from lightning_zero.plan.offload import Offloaded
 from lightning_zero.plan.prefetch import PrefetchOptions
+from lightning_zero.plan.zenflow import ZenFlowConfig
 from lightning_zero.precision import ZeroPrecision, zero_precision
 from lightning_zero.self_check import Report
 
@@ -101,6 +102,9 @@ class ZeroStrategy(CheckpointingStrategy):
             optimizer follows to the host.
         nvme_path: With ``"nvme"``: a folder on a fast local disk. None for that of the environment,
             ``LIGHTNING_ZERO_NVME_PATH``.
+        zenflow: With ``offload_optimizer="cpu"``: step the important columns of weights on the
+            device at every step, and the rest on the host once in several steps, a
+            :class:`ZenFlowConfig` or a dict of its fields.
         keep_fp32: With ``bf16-true`` and ``16-true``: modules that stay in fp32 and compute in it,
             as for ``leaf_modules``, and parameters and buffers by name, or ending of a name.
         nonfinite_gradients: What happens to a step whose gradients are not finite on any rank:
@@ -151,6 +155,7 @@ class ZeroStrategy(CheckpointingStrategy):
         offload_optimizer: Offloaded = None,
         offload_parameters: Offloaded = None,
         nvme_path: str | Path | None = None,
+        zenflow: ZenFlowConfig | Mapping[str, Any] | None = None,
         keep_fp32: Sequence[LeafModule] = (),
         nonfinite_gradients: OnNonfinite = "step",
         uneven_batches: UnevenBatches = "stop",
@@ -181,6 +186,7 @@ class ZeroStrategy(CheckpointingStrategy):
             offload_optimizer=offload_optimizer,
             offload_parameters=offload_parameters,
             nvme_path=nvme_path,
+            zenflow=zenflow,
         )
         self._policy = self.options.policy
         self._keep_fp32 = patterns_of("keep_fp32", keep_fp32)
@@ -347,6 +353,8 @@ class ZeroStrategy(CheckpointingStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0 and self._engine is not None:
+            self._engine.begin_epoch()
         self._observer.on_batch_start()
         self._self_checks.on_batch_start()
         self._log_trace()

@@ -137,6 +137,7 @@ def full_values(
 
 def local_states(optimizer: Optimizer, piece: MasterPiece) -> State:
     """An optimizer's state of one piece, the fp32 master weight included; empty before any step."""
+    piece.master.bring_together()
     here = piece.tensor if piece.tensor in optimizer.state else piece.parameter
     states = dict(optimizer.state.get(here, {}))
     if piece.master.has_copy:

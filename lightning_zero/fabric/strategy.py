@@ -51,6 +51,7 @@ from lightning_zero.partition import construction, construction_of_any
 from lightning_zero.plan.layout import ShardBy
 from lightning_zero.plan.offload import Offloaded
 from lightning_zero.plan.prefetch import PrefetchOptions
+from lightning_zero.plan.zenflow import ZenFlowConfig, check_epochs
 
 OTHERS_PRECISION = (
     BitsandbytesPrecision,
@@ -71,7 +72,7 @@ class ZeroStrategy(CheckpointingStrategy):
     Args:
         stage: 0 shards nothing (plain data parallelism), 1 shards optimizer state, 2 also
             gradients, 3 also parameters.
-        overlap_comm: As for :class:`lightning_zero.ZeroStrategy`, like all up to ``nvme_path``.
+        overlap_comm: As for :class:`lightning_zero.ZeroStrategy`, like all up to ``zenflow``.
         bucket_numel: Capacity of a bucket in elements.
         master_weights: Step an fp32 copy of parameters of lower precision (``bf16-true``).
         reduce_dtype: Dtype in which gradients travel and are summed.
@@ -82,6 +83,9 @@ class ZeroStrategy(CheckpointingStrategy):
         offload_optimizer: Stages 1 to 3: ``"cpu"``, ``"nvme"`` or an ``OffloadConfig``.
         offload_parameters: Stage 3: the same for shards of parameters.
         nvme_path: With ``"nvme"``: a folder on a fast local disk.
+        zenflow: With ``offload_optimizer="cpu"``: a ``ZenFlowConfig`` or a dict of its fields.
+            Nobody tells when an epoch begins: say ``steps_per_epoch``, or
+            ``select_strategy="step"``.
         keep_fp32: With ``bf16-true`` and ``16-true``: modules that stay in fp32 and compute in it,
             as for ``leaf_modules``, and parameters and buffers by name, or ending of a name.
         nonfinite_gradients: What happens to a step whose gradients are not finite on any rank:
@@ -120,6 +124,7 @@ class ZeroStrategy(CheckpointingStrategy):
         offload_optimizer: Offloaded = None,
         offload_parameters: Offloaded = None,
         nvme_path: str | Path | None = None,
+        zenflow: ZenFlowConfig | Mapping[str, Any] | None = None,
         keep_fp32: Sequence[LeafModule] = (),
         nonfinite_gradients: OnNonfinite = "step",
         checkpoint: Literal["consolidated", "sharded"] = "consolidated",
@@ -145,7 +150,9 @@ class ZeroStrategy(CheckpointingStrategy):
             offload_optimizer=offload_optimizer,
             offload_parameters=offload_parameters,
             nvme_path=nvme_path,
+            zenflow=zenflow,
         )
+        check_epochs(self.options.offload.zenflow)
         self._keep_fp32 = patterns_of("keep_fp32", keep_fp32)
         self._guard = StepGuard(on_nonfinite_of(nonfinite_gradients))
         super().__init__(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -53,7 +55,11 @@ def adam_columns_step_(
     Source:
         Adam (arXiv:1412.6980); AdamW (arXiv:1711.05101) algorithm 2.
     """
-    states = {"master": [master], "exp_avg": [exp_avg], "exp_avg_sq": [exp_avg_sq]}
+    states: dict[str, Sequence[Tensor]] = {
+        "master": [master],
+        "exp_avg": [exp_avg],
+        "exp_avg_sq": [exp_avg_sq],
+    }
     for name, tensors in states.items():
         check_dtype(name, tensors, (torch.float32,))
     check_dtype("grad", [grad], FLOATS)

@@ -90,6 +90,16 @@ class MasterShard:
         """
         return None
 
+    def bring_together(self) -> None:
+        """What is to be stepped elsewhere is in ``tensor`` and in the optimizer's states after it.
+
+        For whoever looks at states, or is about to write to them.
+        """
+
+    def on_device(self) -> list[Tensor]:
+        """Of a master on the host: what it keeps on the device beside."""
+        return []
+
     def release(self) -> None:
         """Free a master that says no more than the parameters; any other may be saved yet."""
         self.drop_step_grad()

@@ -107,6 +107,8 @@ class PieceTable:
 
     def release(self) -> None:
         """Free what belongs to the parameters, once they are whole again."""
+        for master in self.masters:
+            master.bring_together()
         for piece in self._pieces.values():
             piece.release()
         for master in self.masters:

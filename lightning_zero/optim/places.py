@@ -20,6 +20,7 @@ from lightning_zero.optim.masters import HostMaster, MasterShard
 from lightning_zero.optim.pieces import PieceTable
 from lightning_zero.optim.streamed import StreamedMaster
 from lightning_zero.optim.updaters import TOLD, HostUpdater, Updater
+from lightning_zero.optim.zenflow import ZenFlowMaster, ZenFlowUpdater, check_zenflow
 from lightning_zero.params.bucket import ParameterBucket
 from lightning_zero.params.shard_homes import FileShard, HostShard, MakeHome, ShardHome
 from lightning_zero.plan.offload import OffloadConfig, OffloadPlan, hosted
@@ -97,6 +98,8 @@ class Places:
             numels = [bucket.layout.padded_numel for bucket in buckets]
             on_host = hosted(numels, self._plan.optimizer.ratio)
         pairs = list(zip(buckets, on_host, strict=True))
+        if self._plan.zenflow is not None:
+            check_zenflow(optimizers)
         if self._states is None:
             return [self._master(*pair, optimizers) for pair in pairs]
         check_streamed(optimizers)
@@ -113,6 +116,9 @@ class Places:
         stepped = torch.promote_types(bucket.dtype, torch.float32)
         home = HostHome(self.link, torch.promote_types(wire_dtype, bucket.dtype) == stepped)
         gradients = GradientBucket(*place, wire_dtype, home)
+        if self._plan.zenflow is not None:
+            place_of = gradients, home, self.link, self._staging
+            return ZenFlowMaster(bucket, *place_of, self._plan.zenflow)
         if self._states is None:
             return HostMaster(bucket, gradients, home, self.link, self._staging)
         states = states_of(bucket, optimizers)
@@ -123,6 +129,8 @@ class Places:
         """Who steps what has been made here."""
         if self.link is None:
             return Updater(table)
+        if self._plan.zenflow is not None:
+            return ZenFlowUpdater(table, self._plan.zenflow, self._control)
         if self._states is None and self._shards is None:
             return HostUpdater(table)
         return HostUpdater(table, self._states, self._control)

@@ -9,7 +9,7 @@ as it does over any parameter without a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -44,6 +44,17 @@ class Updater:
 
     def __init__(self, table: PieceTable) -> None:
         self._table = table
+
+    def begin_epoch(self) -> None:
+        """An epoch of training begins."""
+
+    def take_state(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """An optimizer goes on from a checkpoint.
+
+        Args:
+            optimizer: The user's optimizer.
+            state_dict: Its full state dict, the same on all ranks.
+        """
 
     @contextmanager
     def stepping(self, optimizer: Optimizer, used: Used) -> Iterator[None]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_zero.plan.zenflow import ZenFlowConfig
+
 OffloadDevice = Literal["cpu", "nvme"]
 
 NVME_PATH_VARIABLE = "LIGHTNING_ZERO_NVME_PATH"
@@ -89,6 +91,9 @@ class OffloadPlan:
     parameters: OffloadConfig | None = None
     """Shards of the parameters."""
 
+    zenflow: ZenFlowConfig | None = None
+    """How the optimizer's steps are spread over the device and the host."""
+
     @classmethod
     def of(
         cls,
@@ -96,6 +101,7 @@ class OffloadPlan:
         parameters: Offloaded,
         nvme_path: str | Path | None,
         usual_path: str | None = None,
+        zenflow: ZenFlowConfig | Mapping[str, Any] | None = None,
     ) -> OffloadPlan:
         """Resolve options.
 
@@ -105,6 +111,7 @@ class OffloadPlan:
                 the optimizer is offloaded, too, if nothing is said about it.
             nvme_path: For those of the two that have no folder of their own.
             usual_path: The same, if that says nothing; may be without effect.
+            zenflow: Options of ZenFlow; None for without.
 
         Raises:
             ValueError: An option is wrong, or has no effect.
@@ -127,7 +134,24 @@ class OffloadPlan:
                 f"nvme_path={str(nvme_path)!r} has no effect: nothing is offloaded to 'nvme'. Say"
                 " offload_optimizer='nvme' or offload_parameters='nvme', or remove it."
             )
-        return cls(of_optimizer, of_parameters)
+        flow = ZenFlowConfig.of(zenflow)
+        if flow is not None:
+            _check_zenflow(of_optimizer, of_parameters)
+        return cls(of_optimizer, of_parameters, flow)
+
+
+def _check_zenflow(optimizer: OffloadConfig | None, parameters: OffloadConfig | None) -> None:
+    if optimizer is None:
+        raise ValueError(
+            "zenflow takes the steps of the host off the critical path, but nothing is stepped"
+            " there: say offload_optimizer='cpu', too, or remove zenflow"
+        )
+    for name, config in (("offload_optimizer", optimizer), ("offload_parameters", parameters)):
+        if config is not None and config.device != "cpu":
+            raise ValueError(
+                f"zenflow needs states in host memory, but {name}={config.device!r} keeps them in"
+                f" files: say {name}='cpu', or remove zenflow"
+            )
 
 
 def _config(name: str, value: Offloaded, nvme_path: str | Path | None) -> OffloadConfig | None:
