@@ -122,7 +122,8 @@ class ZeroEngine:
             parts.buckets, self._shards, options.prefetch_options, options.overlap_comm, recorder
         )
         self.table = PieceTable(self._places.masters(parts.trainable(), optimizers))
-        self._updater = self._places.updater(self.table)
+        self.updater = self._places.updater(self.table)
+        """Decides where and when this rank's pieces are stepped."""
         self._reducer = GradientReducer(
             [master.gradients for master in self.table.masters],
             groups.gradients,
@@ -294,7 +295,7 @@ class ZeroEngine:
         check_stepped(optimizer, self.table, self.names)
         with self.coordinator.residency.update("optimizer step", digest) as digests:
             self.watch.on_gradients(optimizer, self._reducer.generation)
-            with self._updater.stepping(optimizer, used):
+            with self.updater.stepping(optimizer, used):
                 yield
         self.coordinator.passes.compare(digests)
         self._publish(buckets)
@@ -308,10 +309,6 @@ class ZeroEngine:
         self.held.forget()
 
     # Around steps.
-
-    def begin_epoch(self) -> None:
-        """An epoch of training begins."""
-        self._updater.begin_epoch()
 
     def full_params(
         self, wanted: Wanted | None = None, writeback: bool = False, from_rank: int | None = None
@@ -378,7 +375,7 @@ class ZeroEngine:
             self._adopt(known, has_state=True)
         for master in self.table.masters_of(optimizer):
             master.bring_together()
-        self._updater.take_state(optimizer, state_dict)
+        self.updater.take_state(optimizer, state_dict)
         restored.load_optimizer_state_dict(
             optimizer, self.table, state_dict, self.names, is_speaker=self.groups.rank == 0
         )

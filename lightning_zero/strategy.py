@@ -354,7 +354,7 @@ class ZeroStrategy(CheckpointingStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0 and self._engine is not None:
-            self._engine.begin_epoch()
+            self._engine.updater.begin_epoch()
         self._observer.on_batch_start()
         self._self_checks.on_batch_start()
         self._log_trace()
