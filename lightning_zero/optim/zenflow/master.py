@@ -78,6 +78,8 @@ class ZenFlowMaster(HostMaster):
             if state:
                 self.part(piece).adopt(state, is_new)
                 self.part(piece).untell()
+            else:
+                self._parts.pop(piece, None)  # it was stepped before, and its states were cleared
         self.note()
 
     def note(self) -> None:

@@ -202,6 +202,8 @@ class _ZenFlowStep:
         """Choose columns anew. What waits was measured by the old ones, and is stepped before."""
         chosen = agree_on_columns(self._used, self._table, self._collectives, self._config)
         self._step_waiting(optimizer, self._clock.window)
+        for master in self._masters:  # the rest has come with old values of the important ones
+            master.show_important()
         for piece in self._pieces:
             if piece.parameter in chosen and self._part(piece).has_state:
                 self._part(piece).choose(chosen[piece.parameter])
