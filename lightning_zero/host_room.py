@@ -121,6 +121,8 @@ def host_need(
     per_element = _StateBytes(optimizers)
     keeps_shards = plan.parameters is not None and plan.parameters.device == "cpu"
     pinned = _Pinned(share_numel, plan.optimizer, device)
+    flow = plan.zenflow
+    sums = 0 if flow is None or flow.update_interval == 1 else 1 + flow.overlap_step
     need = HostNeed()
     for parameter in every:
         numel, dtype = parameter.numel() / world_size, parameter.dtype
@@ -132,11 +134,12 @@ def host_need(
         grad_dtype = torch.promote_types(options.wire_dtype or dtype, dtype)
         if optimizers:
             need.gradients_nbytes += pinned.nbytes(stepped_numel, grad_dtype.itemsize)
+            need.gradients_nbytes += pinned.nbytes(stepped_numel, 4) * sums  # that wait
         if plan.optimizer.device == "nvme":
             continue
         if dtype.itemsize < 4:
             need.masters_nbytes += 4 * stepped_numel
-        elif not keeps_shards:
+        elif not keeps_shards or flow is not None:
             need.masters_nbytes += pinned.nbytes(stepped_numel, dtype.itemsize)
         need.states_nbytes += per_element.of(parameter) * stepped_numel
     largest_nbytes = max((p.element_size() for p in every), default=4)

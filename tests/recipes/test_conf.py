@@ -28,7 +28,10 @@ def test_choice_composes_and_builds_a_strategy(group, choice):
 
 def test_groups_are_the_documented_ones():
     groups = {group for group, _ in CHOICES}
-    assert groups == {"stage", "overlap", "offload", "checkpoint", "model", "data", "trainer"}
+    assert groups == {
+        *("stage", "overlap", "offload", "zenflow"),
+        *("checkpoint", "model", "data", "trainer"),
+    }
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -69,3 +72,11 @@ def test_offload_group_sets_what_leaves_the_device(choice, optimizer, parameters
     plan = hydra.utils.instantiate(cfg.strategy, _convert_="all").options.offload
     for config, expected in ((plan.optimizer, optimizer), (plan.parameters, parameters)):
         assert (config and (config.device, config.ratio)) == expected
+
+
+@pytest.mark.parametrize(("choice", "interval"), [("off", None), ("topk", 4), ("auto", "auto")])
+def test_zenflow_group_sets_what_is_stepped_when(choice, interval):
+    cfg = compose_overrides(f"zenflow='{choice}'", "stage='2'")
+    plan = hydra.utils.instantiate(cfg.strategy, _convert_="all").options.offload
+    assert (plan.zenflow and plan.zenflow.update_interval) == interval
+    assert (plan.optimizer is None) == (interval is None)
