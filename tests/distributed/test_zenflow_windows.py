@@ -32,6 +32,12 @@ KINDS: dict[str, dict[str, Any]] = {
         "select_interval": 8,
         "offload": True,
     },
+    "auto": {
+        "topk_ratio": 0.3,
+        "update_interval": "auto",
+        "auto_ratio": 0.6,
+        "select_interval": 7,
+    },
 }
 
 
@@ -77,10 +83,12 @@ def batch(step: int) -> Tensor:
     return torch.randn(4, 7, generator=generator)
 
 
-def simulated(kind: dict[str, Any]) -> Net:
+def simulated(kind: dict[str, Any]) -> tuple[Net, list[int]]:
     net = make_net(torch.float32)
     names = "topk_ratio", "update_interval", "select_interval"
     sizes = [kind[name] for name in names]
+    if sizes[1] == "auto":
+        sizes[1] = float(kind["auto_ratio"])
     sim = Simulated(
         net, *sizes, kind.get("full_warm_up_rounds", 0), kind.get("overlap_step", False)
     )
@@ -88,7 +96,7 @@ def simulated(kind: dict[str, Any]) -> Net:
         net(batch(step)).backward()
         sim.step(max_norm=0.1)
         net.zero_grad()
-    return net
+    return net, sim.windows
 
 
 def differences() -> dict[str, float]:
@@ -96,16 +104,23 @@ def differences() -> dict[str, float]:
     groups = ShardGroups.create()
     found = {}
     for number, (name, kind) in enumerate(KINDS.items()):
-        wanted = simulated(kind).state_dict()
+        net, windows = simulated(kind)
+        wanted = net.state_dict()
         start = make_net(torch.float32).state_dict()
         for stage in (1, 2, 3) if number == 1 else (2 + number % 2,):
             training = Training(groups, kind, stage)
-            training.run(0, STEPS)
+            waited = []
+            for step in range(STEPS):
+                training.run(step, step + 1)
+                clock = training.saved()["optimizer"]["state"][1]["zenflow"]["clock"]
+                waited.append(clock[1])
             got = training.saved()["module"]
             training.engine.close()
             moved = max(float((start[n] - got[n]).abs().max()) for n in start)
             gap = max(float((wanted[n] - got[n]).abs().max()) for n in start)
             found[f"{name}: stage {stage}"] = gap if moved > 100 * BOUND else float("inf")
+            if waited != windows or name == "auto" and len(set(waited)) < 3:
+                raise AssertionError(f"{name}: windows of {waited}, not of {windows}")
     return found
 
 

@@ -18,7 +18,8 @@ class Simulated:
     Args:
         net: The module.
         ratio: Share of columns that are important.
-        window: Steps that the rest waits for.
+        window: Steps that the rest waits for; a float for as long as it takes until so many of the
+            weights are due.
         select: Steps after which columns are chosen anew.
         warm_up: First steps in which everything is stepped.
         is_late: The rest's new values are used one window later.
@@ -28,7 +29,7 @@ class Simulated:
         self,
         net: nn.Module,
         ratio: float,
-        window: int,
+        window: int | float,
         select: int,
         warm_up: int = 0,
         is_late: bool = False,
@@ -46,6 +47,8 @@ class Simulated:
         self.is_important = [torch.full_like(m, p.dim() < 2, dtype=torch.bool) for m, p in self._()]
         self.late: list[Tensor] = []
         self.steps = self.in_window = 0
+        self.windows: list[int] = []
+        """Steps that wait after each step."""
 
     def _(self) -> Iterable[tuple[Tensor, nn.Parameter]]:
         return zip(self.master, self.parameters, strict=True)
@@ -69,8 +72,10 @@ class Simulated:
                 self.waiting[at] += grad
                 self.waited[at] += 1
         self.in_window += 1
-        if is_warm or self.in_window == self.window:
+        is_auto = isinstance(self.window, float)
+        if is_warm or (self._is_due(grads) if is_auto else self.in_window == self.window):
             self._end_window(is_warm)
+        self.windows.append(self.in_window)
         self._show()
         self.steps += 1
 
@@ -94,6 +99,14 @@ class Simulated:
             important = torch.zeros_like(rows, dtype=torch.bool)
             important[:, best] = True
             self.is_important[at] = important.view_as(grad)
+
+    def _is_due(self, grads: list[Any]) -> bool:
+        due = []
+        for waiting, grad, important in zip(self.waiting, grads, self.is_important, strict=True):
+            if grad is not None and grad.dim() > 1:
+                rest = waiting[~important].square().mean()
+                due.append(bool(rest >= grad[important].square().mean()))
+        return sum(due) >= self.window * len(due)
 
     def _end_window(self, is_warm: bool = False) -> None:
         if not self.in_window:

@@ -33,7 +33,7 @@ def agree_on_columns(
     Returns:
         Indices of the columns of each weight that is a matrix on the host, int64, ascending.
     """
-    weights = [p for p in parameters if _columns(table, p) > 1]
+    weights = [p for p in parameters if columns(table, p) > 1]
     if not weights:
         return {}
     own = [_importance(table, parameter) for parameter in weights]
@@ -48,7 +48,8 @@ def agree_on_columns(
     }
 
 
-def _columns(table: PieceTable, parameter: nn.Parameter) -> int:
+def columns(table: PieceTable, parameter: nn.Parameter) -> int:
+    """How many columns of a parameter there are to choose from; 1 for none."""
     if not isinstance(table.master_of(parameter), ZenFlowMaster):
         return 1
     bucket, slot = table.place[parameter]
@@ -58,8 +59,8 @@ def _columns(table: PieceTable, parameter: nn.Parameter) -> int:
 def _importance(table: PieceTable, parameter: nn.Parameter) -> Tensor:
     piece = table.piece(parameter)
     if piece is None or not isinstance(piece.master, ZenFlowMaster):
-        return torch.zeros(_columns(table, parameter), dtype=torch.float64)
-    place = PieceColumns(_columns(table, parameter), piece.piece.param_offset, piece.piece.numel)
+        return torch.zeros(columns(table, parameter), dtype=torch.float64)
+    place = PieceColumns(columns(table, parameter), piece.piece.param_offset, piece.piece.numel)
     begin = piece.piece.shard_offset
     grad = piece.master.grad_unscaled
     return place.importance(grad[begin : begin + piece.piece.numel])

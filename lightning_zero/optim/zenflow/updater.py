@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero import _compat
@@ -21,7 +20,7 @@ from lightning_zero.optim.updaters import HostUpdater, Used
 from lightning_zero.optim.zenflow.columns import AdamOptions, adam_options
 from lightning_zero.optim.zenflow.master import ZenFlowMaster
 from lightning_zero.optim.zenflow.part import ENTRY, Part
-from lightning_zero.optim.zenflow.selection import agree_on_columns
+from lightning_zero.optim.zenflow.selection import agree_on_columns, columns
 from lightning_zero.plan.zenflow import Turn, ZenFlowClock, ZenFlowConfig
 
 
@@ -246,7 +245,7 @@ class _ZenFlowStep:
 
     def _is_due(self) -> bool:
         """Whether enough weights have gradients waiting that are as large as important ones."""
-        weights = [p for p in self._used if self._is_split(p)]
+        weights = [p for p in self._used if columns(self._table, p) > 1]
         sums = torch.zeros(max(1, 4 * len(weights)), dtype=torch.float64)
         for at, parameter in enumerate(weights):
             piece = self._table.piece(parameter)
@@ -257,9 +256,6 @@ class _ZenFlowStep:
         for waiting, rest_numel, important, numel in sums[: 4 * len(weights)].view(-1, 4).tolist():
             due += waiting * numel >= important * rest_numel
         return due >= self._config.auto_ratio * len(weights)
-
-    def _is_split(self, parameter: nn.Parameter) -> bool:
-        return isinstance(self._table.master_of(parameter), ZenFlowMaster)
 
     def _part(self, piece: MasterPiece) -> Part:
         if not isinstance(piece.master, ZenFlowMaster):
