@@ -21,9 +21,11 @@ from lightning_zero.optim.pieces import PieceTable
 from lightning_zero.optim.streamed import StreamedMaster
 from lightning_zero.optim.updaters import TOLD, HostUpdater, Updater
 from lightning_zero.optim.zenflow import ZenFlowMaster, ZenFlowUpdater, check_zenflow
+from lightning_zero.optim.zenflow.rest import RestSteps, WorkerSteps
 from lightning_zero.params.bucket import ParameterBucket
 from lightning_zero.params.shard_homes import FileShard, HostShard, MakeHome, ShardHome
 from lightning_zero.plan.offload import OffloadConfig, OffloadPlan, hosted
+from lightning_zero.worker import HostWorker
 
 
 class Places:
@@ -51,6 +53,7 @@ class Places:
         self._control = control
         self._states: StateStream | None = None
         self._shards: StateStream | None = None
+        self._rest: RestSteps | None = None
         self.link: HostLink | None = None
         """The way to host memory; None where nothing leaves the device."""
         if plan.optimizer is None:
@@ -118,12 +121,24 @@ class Places:
         gradients = GradientBucket(*place, wire_dtype, home)
         if self._plan.zenflow is not None:
             place_of = gradients, home, self.link, self._staging
-            return ZenFlowMaster(bucket, *place_of, self._plan.zenflow)
+            return ZenFlowMaster(bucket, *place_of, self._plan.zenflow, self._rest_steps())
         if self._states is None:
             return HostMaster(bucket, gradients, home, self.link, self._staging)
         states = states_of(bucket, optimizers)
         where = self.link, self._staging, self._states
         return StreamedMaster(bucket, gradients, home, *where, states)
+
+    def _rest_steps(self) -> RestSteps:
+        """Who steps what is not important, the same for all buckets."""
+        flow = self._plan.zenflow
+        if self.link is None or flow is None or self._plan.optimizer is None:
+            raise AssertionError("zenflow without states in host memory")
+        if self._rest is None and flow.overlap_step:
+            is_pinned = self._plan.optimizer.pin_memory and not self.link.is_within_memory
+            self._rest = WorkerSteps(self.link, HostWorker("zenflow", (), is_pinned))
+        elif self._rest is None:
+            self._rest = RestSteps(self.link)
+        return self._rest
 
     def updater(self, table: PieceTable) -> Updater:
         """Who steps what has been made here."""
@@ -140,6 +155,8 @@ class Places:
         for stream in (self._states, self._shards):
             if stream is not None:
                 stream.close()
+        if self._rest is not None:
+            self._rest.close()
 
 
 def check_streamed(optimizers: Sequence[Optimizer]) -> None:

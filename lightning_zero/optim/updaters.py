@@ -48,6 +48,14 @@ class Updater:
     def begin_epoch(self) -> None:
         """An epoch of training begins."""
 
+    @property
+    def is_late(self) -> bool:
+        """Whether new values may be under way between steps; the same on all ranks."""
+        return False
+
+    def settle(self) -> None:
+        """Training ends: bring what is late into the parameters' shards; for all ranks."""
+
     def take_state(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         """An optimizer goes on from a checkpoint.
 

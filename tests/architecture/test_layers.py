@@ -35,6 +35,7 @@ LEVELS = [
     ("config.py", "deepspeed_config.py"),
     ("prefetch/",),
     ("optim/",),
+    ("worker/",),
     ("grads/",),
     ("params/",),
     ("memory/",),

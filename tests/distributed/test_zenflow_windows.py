@@ -32,6 +32,13 @@ KINDS: dict[str, dict[str, Any]] = {
         "select_interval": 8,
         "offload": True,
     },
+    "late": {
+        "topk_ratio": 0.2,
+        "update_interval": 2,
+        "select_interval": 7,
+        "full_warm_up_rounds": 1,
+        "overlap_step": True,
+    },
     "auto": {
         "topk_ratio": 0.3,
         "update_interval": "auto",
@@ -132,6 +139,30 @@ def test_windows_are_those_of_the_simulation(world_size):
         assert len(found) == len(KINDS) + 2
 
 
+def left_late() -> list[str]:
+    """A training that ends while the rest is late has its values at the end."""
+    dist.init_process_group("gloo")
+    groups = ShardGroups.create()
+    wrong = []
+    for stage in (2, 3):
+        training = Training(groups, KINDS["late"], stage)
+        training.run(0, 5)  # one of warm-up, a window that was shown, one that is late
+        before = training.saved()
+        late = before["optimizer"]["state"][1]["zenflow_late"]
+        training.engine.close()
+        weight = training.net.first.weight.detach()
+        if torch.equal(before["module"]["first.weight"], late):
+            wrong.append(f"stage {stage}: nothing was late")
+        if not torch.equal(weight, late):
+            wrong.append(f"stage {stage}: late values were lost")
+    return wrong
+
+
+def test_late_values_are_there_at_the_end():
+    for wrong in run_ranks(left_late, 2):
+        assert not wrong
+
+
 def resumed() -> list[str]:
     """What is not as it would be without a break."""
     dist.init_process_group("gloo")
@@ -143,7 +174,7 @@ def resumed() -> list[str]:
         whole.run(0, STEPS)
         wanted = whole.saved()
         whole.engine.close()
-        for at in (0, 1, 5, 7):
+        for at in (4,) if name == "late" else (0, 1, 5, 7):  # a worker takes seconds to start
             first = Training(groups, kind, stage)
             first.run(0, at)
             saved = first.saved()

@@ -64,7 +64,7 @@ class Simulated:
         is_warm = self.steps < self.warm_up
         selects = not is_warm and (self.steps - self.warm_up) % self.select == 0
         if selects:
-            self._end_window()
+            self._end_window(is_sync=True)
             self._choose(grads)
         for at, grad in enumerate(grads):
             if grad is not None:
@@ -74,7 +74,7 @@ class Simulated:
         self.in_window += 1
         is_auto = isinstance(self.window, float)
         if is_warm or (self._is_due(grads) if is_auto else self.in_window == self.window):
-            self._end_window(is_warm)
+            self._end_window(is_sync=is_warm)
         self.windows.append(self.in_window)
         self._show()
         self.steps += 1
@@ -108,16 +108,14 @@ class Simulated:
                 due.append(bool(rest >= grad[important].square().mean()))
         return sum(due) >= self.window * len(due)
 
-    def _end_window(self, is_warm: bool = False) -> None:
-        if not self.in_window:
-            return
+    def _end_window(self, is_sync: bool = False) -> None:
         for at, waiting in enumerate(self.waiting):
             if self.waited[at]:
                 self._adam(at, waiting / self.in_window, ~self.is_important[at])
             waiting.zero_()
             self.waited[at] = 0
         self.in_window = 0
-        if self.is_late and not is_warm:
+        if self.is_late and not is_sync:
             before, self.late = self.late, [m.clone() for m in self.master]
             self._shown = before or self._shown
         else:

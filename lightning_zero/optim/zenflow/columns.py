@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from lightning_zero.ops import (
     scatter_columns_,
 )
 from lightning_zero.plan.layout import Slot
+from lightning_zero.worker.jobs import AdamOptions
 
 
 def columns_of(slot: Slot) -> int:
@@ -134,7 +135,7 @@ class ChosenColumns:
             options: Of the step.
         """
         own = counts[self.indices]
-        if _is_uniform(own):
+        if is_uniform(own):
             step_uniform_(states, grad, float(own[0]) if len(own) else 1.0, options)
             return
         parts = [self._split(state) for state in (*states, grad)]
@@ -142,18 +143,6 @@ class ChosenColumns:
         for master, exp_avg, exp_avg_sq, of_part, count in zip(*parts, steps, strict=True):
             if master.numel():
                 adam_columns_step_(master, exp_avg, exp_avg_sq, of_part, count, **options)
-
-
-class AdamOptions(TypedDict):
-    """What Adam does in one step, beside its tensors: see :func:`.ops.adam_step_`."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    decoupled: bool
-    maximize: bool
-    grad_scale: float
 
 
 def adam_options(optimizer: Optimizer, group: Mapping[str, Any], scale: float) -> AdamOptions:
@@ -198,7 +187,8 @@ def step_uniform_(
     adam_step_([master], [exp_avg], [exp_avg_sq], [grad], [count], copies=copies, **options)
 
 
-def _is_uniform(counts: Tensor) -> bool:
+def is_uniform(counts: Tensor) -> bool:
+    """Whether all columns have taken as many steps."""
     return not len(counts) or bool((counts == counts[0]).all())
 
 

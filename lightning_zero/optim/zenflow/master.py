@@ -13,16 +13,18 @@ from lightning_zero.grads.homes import HostHome
 from lightning_zero.memory.link import HostLink, Staging
 from lightning_zero.optim.masters import HostMaster, shard_in_memory
 from lightning_zero.optim.pieces import MasterPiece
-from lightning_zero.optim.zenflow.columns import AdamOptions
 from lightning_zero.optim.zenflow.part import Part
+from lightning_zero.optim.zenflow.rest import RestSteps
 from lightning_zero.params.bucket import ParameterBucket
 from lightning_zero.plan.zenflow import ZenFlowConfig
+from lightning_zero.worker.jobs import AdamOptions
 
 
 class ZenFlowMaster(HostMaster):
     """A master on the host, of which important columns are on the device.
 
-    See [Note: who has the last word] in ``part.py``.
+    See [Note: who has the last word] in ``part.py``. Where the rest is stepped in a worker, its new
+    values are *late*: they wait in the master until the next window ends.
 
     Args:
         parameters: Bucket of the parameters.
@@ -31,6 +33,7 @@ class ZenFlowMaster(HostMaster):
         link: The way between the device and the host.
         staging: Host memory for values on their way to the device.
         config: Options.
+        steps: Who steps the rest.
     """
 
     def __init__(
@@ -41,13 +44,24 @@ class ZenFlowMaster(HostMaster):
         link: HostLink,
         staging: Staging,
         config: ZenFlowConfig,
+        steps: RestSteps,
     ) -> None:
         self._config = config
+        self._steps = steps
         self._parts: dict[MasterPiece, Part] = {}
         super().__init__(parameters, gradients, home, link, staging)
+        self._copy = steps.zeros(self.tensor.numel(), parameters.dtype) if self.has_copy else None
         self._known_version = self.tensor._version
         self.clock_state: list[int] = []
         """Of the optimizer's clock, as it is saved."""
+        self.is_late = False
+        """The rest has been stepped, or is being stepped, and nobody has been shown."""
+
+    def _make(self) -> Tensor:
+        shard = self.parameters.shard
+        master = self._steps.zeros(shard.numel(), torch.float32)
+        self._link.to_host(shard, master).wait_on_host()
+        return master
 
     @property
     def is_apart(self) -> bool:
@@ -57,13 +71,8 @@ class ZenFlowMaster(HostMaster):
     def part(self, piece: MasterPiece) -> Part:
         """What is known of one of its pieces."""
         if piece not in self._parts:
-            self._parts[piece] = Part(piece, self._link, self._config.offload)
+            self._parts[piece] = Part(piece, self._link, self._steps, self._config.offload)
         return self._parts[piece]
-
-    @property
-    def parts(self) -> Sequence[Part]:
-        """Of pieces that have been stepped."""
-        return list(self._parts.values())
 
     def adopt(self, optimizer: Optimizer, pieces: Sequence[MasterPiece]) -> None:
         """Follow states that somebody has put into the optimizer, which names pieces now.
@@ -75,11 +84,16 @@ class ZenFlowMaster(HostMaster):
         is_new = self.is_newer_on_host
         for piece in pieces:
             state = optimizer.state.get(piece.tensor)
-            if state:
-                self.part(piece).adopt(state, is_new)
-                self.part(piece).untell()
-            else:
+            if not state:
                 self._parts.pop(piece, None)  # it was stepped before, and its states were cleared
+                continue
+            part = self.part(piece)
+            part.adopt(state, is_new)
+            part.untell()
+            if part.takes_late_values():
+                self.is_late = True
+                if self._copy is not None:
+                    self._copy.copy_(self.tensor)
         self.note()
 
     def note(self) -> None:
@@ -95,14 +109,16 @@ class ZenFlowMaster(HostMaster):
         """See the base class."""
         if self.is_newer_on_host:
             return  # somebody has written to it after the last time
+        self._steps.finish()
         for part in self._parts.values():
-            part.tell(self.clock_state)
+            part.tell(self.clock_state, self.is_late)
         self.note()
 
     def follow_shard(self) -> None:
-        """See the base class."""
+        """See the base class. Late values of the rest give way to what was written."""
         self.bring_together()
         super().follow_shard()
+        self.is_late = False
 
     def release(self) -> None:
         """See the base class; everything has been brought together."""
@@ -113,8 +129,8 @@ class ZenFlowMaster(HostMaster):
         """See the base class."""
         return [tensor for part in self._parts.values() for tensor in part.on_device()]
 
-    def step_rest(self, options: Mapping[MasterPiece, AdamOptions], has_waited: bool) -> None:
-        """Step what is not important, and bring the new values to the parameters' shard.
+    def begin_rest(self, options: Mapping[MasterPiece, AdamOptions], has_waited: bool) -> None:
+        """Begin to step what is not important; :meth:`show_rest` ends it.
 
         Args:
             options: Of each piece that is to be stepped.
@@ -123,16 +139,27 @@ class ZenFlowMaster(HostMaster):
         if not options:
             return
         self.settle()
-        copy = self.room_for_copy()
-        is_whole = len(options) == len(self.gradients.pieces)
-        room = copy if is_whole or copy is self.parameters.shard else None
         for piece, of_piece in options.items():
             begin = piece.piece.shard_offset
-            part_copy = None if room is None else room[begin : begin + piece.piece.numel]
-            self.part(piece).step_rest(of_piece, part_copy, has_waited)
-        self.store(copy, is_copied=room is not None)
-        if self._stored is not None:
-            self._stored.wait()
+            copy = None
+            if self._copy is not None:
+                copy = self._copy[begin : begin + piece.piece.numel]
+            self.part(piece).step_rest(of_piece, copy, has_waited)
+        self.is_late = True
+
+    def show_rest(self) -> None:
+        """Bring values that are late to the parameters' shard."""
+        if not self.is_late:
+            return
+        self._steps.finish()
+        self.is_late = False
+        values, shard = self.tensor if self._copy is None else self._copy, self.parameters.shard
+        here = shard_in_memory(self.parameters, self._link)
+        if here is not None:
+            here.copy_(values)
+            return
+        self._stored = self._link.to_device(values, shard)
+        self._stored.wait()
 
     def show_important(self) -> None:
         """Write the important columns of all parts into the parameters' shard."""

@@ -15,23 +15,24 @@ import torch
 from torch import Tensor
 
 from lightning_zero.memory.link import HostLink
-from lightning_zero.ops import adam_columns_step_
 from lightning_zero.optim.pieces import MasterPiece
 from lightning_zero.optim.zenflow.columns import (
-    AdamOptions,
     AdamStates,
     ChosenColumns,
     PieceColumns,
     columns_of,
-    step_uniform_,
 )
+from lightning_zero.optim.zenflow.rest import RestSteps
 from lightning_zero.params.dense import flatten
+from lightning_zero.worker.jobs import AdamOptions, accumulate
 
 AVERAGES = ("exp_avg", "exp_avg_sq")
 ENTRY = "zenflow"
 """Name of a parameter's entry in the optimizer's state that tells what torch's Adam does not."""
 WAITING = "zenflow_waiting"
 """Name of the sum of gradients that wait for the end of the window."""
+LATE = "zenflow_late"
+"""Name of master weights that are newer than the parameters."""
 
 State = MutableMapping[str, Any]
 
@@ -59,12 +60,16 @@ class Part:
     Args:
         piece: The piece; its master is in host memory.
         link: The way between the device and the host.
+        steps: Who steps the rest.
         keeps_averages_on_host: Between steps the averages of important columns are in host memory.
     """
 
-    def __init__(self, piece: MasterPiece, link: HostLink, keeps_averages_on_host: bool) -> None:
+    def __init__(
+        self, piece: MasterPiece, link: HostLink, steps: RestSteps, keeps_averages_on_host: bool
+    ) -> None:
         self.piece = piece
         self._link = link
+        self._steps = steps
         self._keeps_averages_on_host = keeps_averages_on_host
         columns = columns_of(piece.slot)
         self.place = PieceColumns(columns, piece.piece.param_offset, piece.piece.numel)
@@ -76,6 +81,9 @@ class Part:
         self.waited = 0
         """Steps of which gradients wait."""
         self._waiting: Tensor | None = None
+        self._spare: Tensor | None = None
+        """Gradients of a window that is being stepped."""
+        self._late: Tensor | None = None
         self._state: State | None = None
         self._packed: list[Tensor] = []
         self._noted: Noted | None = None
@@ -109,7 +117,7 @@ class Part:
         """Make states for the first step, in host memory."""
         state["step"] = torch.tensor(0.0)
         for key in AVERAGES:
-            flat = self._link.zeros(self.piece.piece.numel, torch.float32)
+            flat = self._steps.zeros(self.piece.piece.numel, torch.float32)
             state[key] = flat.as_strided(self.piece.tensor.shape, self.piece.tensor.stride())
         self.adopt(state)
 
@@ -124,6 +132,8 @@ class Part:
             self._state = state
             self._packed, self._noted = [], None
             self._read_entry(state)
+        for key in AVERAGES:
+            state[key] = self._steps.owned(state[key])
         if not self.is_matrix and self.chosen is None:
             self.chosen = ChosenColumns(
                 self.place, torch.zeros(1, dtype=torch.int64), self._link.device
@@ -138,7 +148,7 @@ class Part:
     def _read_entry(self, state: State) -> None:
         step = int(state["step"])
         entry = state.pop(ENTRY, None)
-        waiting = state.pop(WAITING, None)
+        waiting, late = state.pop(WAITING, None), state.pop(LATE, None)
         self.chosen, self.waited, self._waiting = None, 0, None
         self.counts.fill_(step)
         if entry is None or entry["at"] != step or len(entry["counts"]) != len(self.counts):
@@ -150,7 +160,17 @@ class Part:
         self.waited = entry["waited"]
         if waiting is not None and self.waited:
             stride = self.piece.slot.stride if self.piece.is_whole else (1,)
-            self._waiting = flatten(waiting, stride).clone()
+            self._waiting = self._steps.zeros(waiting.numel(), torch.float32)
+            self._waiting.copy_(flatten(waiting, stride))
+        if entry["is_late"] and late is not None:
+            self._late = late
+            with torch.no_grad():
+                self.piece.tensor.copy_(late)
+
+    def takes_late_values(self) -> bool:
+        """Whether states that were adopted have brought late values; tells it once."""
+        late, self._late = self._late, None
+        return late is not None
 
     # Between the two.
 
@@ -197,11 +217,12 @@ class Part:
             self._noted = Noted.of(self._averages())
         self._state["step"] = torch.tensor(float(self.counts.max()))
 
-    def tell(self, clock: list[int]) -> None:
+    def tell(self, clock: list[int], is_late: bool) -> None:
         """Put what is known into the optimizer's state, to be saved.
 
         Args:
             clock: State of the optimizer's clock.
+            is_late: The master is newer than the parameters.
         """
         self.bring_down()
         if self._state is None:
@@ -211,17 +232,20 @@ class Part:
             "counts": self.counts.tolist(),
             "chosen": None if self.chosen is None else self.chosen.indices.tolist(),
             "waited": self.waited,
+            "is_late": is_late,
             "clock": list(clock),
         }
         if self.waited and self._waiting is not None:
             tensor = self.piece.tensor
             self._state[WAITING] = self._waiting.as_strided(tensor.shape, tensor.stride())
+        if is_late:
+            self._state[LATE] = self.piece.tensor.detach()
 
     def untell(self) -> None:
         """Take it out again: the optimizer steps with what is its own."""
         if self._state is not None:
-            self._state.pop(ENTRY, None)
-            self._state.pop(WAITING, None)
+            for key in (ENTRY, WAITING, LATE):
+                self._state.pop(key, None)
 
     def on_device(self) -> list[Tensor]:
         """Tensors that it holds beside those of the host."""
@@ -252,11 +276,8 @@ class Part:
         """Add the gradient to those that wait for the end of the window."""
         grad = self.flat_grad()
         if self._waiting is None:
-            self._waiting = self._link.zeros(grad.numel(), torch.float32)
-        if self.waited:
-            self._waiting.add_(grad, alpha=factor)
-        else:
-            torch.mul(grad, factor, out=self._waiting)
+            self._waiting = self._steps.zeros(grad.numel(), torch.float32)
+        accumulate(self._waiting, grad, factor, is_first=not self.waited)
         self.waited += 1
 
     def step_rest(self, options: AdamOptions, copy: Tensor | None, has_waited: bool) -> None:
@@ -274,15 +295,10 @@ class Part:
         if self.chosen is not None:
             is_rest[self.chosen.indices] = False
         self.counts[is_rest] += 1
-        rest = self.counts[is_rest]
-        if bool((rest == rest[0]).all()):
-            step_uniform_(self._on_host(), grad, float(rest[0]), options, copy)
-        else:
-            first = self.place.first
-            adam_columns_step_(
-                *self._on_host(), grad, self.counts, first_column=first, copy=copy, **options
-            )
-        _bump(self._averages())
+        first = self.place.first
+        self._steps.step(self._on_host(), grad, self.counts, is_rest, first, options, copy)
+        if self._steps.is_late and has_waited:  # it is read while the next window begins
+            self._waiting, self._spare = self._spare, self._waiting
         self.waited = 0
         if self._noted is not None:
             self._noted = Noted.of(self._averages())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,16 +13,18 @@ from torch.optim import Optimizer
 
 from lightning_zero import _compat
 from lightning_zero.comm import Collectives
+from lightning_zero.comm.agreed import failing_together
 from lightning_zero.optim.apart import ApartSteps
 from lightning_zero.optim.bucket_steps import Group, step_in_place
 from lightning_zero.optim.masters import HostMaster, MasterShard
 from lightning_zero.optim.pieces import MasterPiece, PieceTable, parameters_of
-from lightning_zero.optim.updaters import HostUpdater, Used
-from lightning_zero.optim.zenflow.columns import AdamOptions, adam_options
+from lightning_zero.optim.updaters import TOLD, HostUpdater, Used
+from lightning_zero.optim.zenflow.columns import adam_options
 from lightning_zero.optim.zenflow.master import ZenFlowMaster
 from lightning_zero.optim.zenflow.part import ENTRY, Part
 from lightning_zero.optim.zenflow.selection import agree_on_columns, columns
 from lightning_zero.plan.zenflow import Turn, ZenFlowClock, ZenFlowConfig
+from lightning_zero.worker.jobs import AdamOptions
 
 
 def check_zenflow(optimizers: Sequence[Optimizer]) -> None:
@@ -93,6 +96,23 @@ class ZenFlowUpdater(HostUpdater):
         finally:
             handle.remove()
         step.finish()
+        if self._control is not None:
+            with failing_together(self._control, "step the rest in a worker", TOLD):
+                step.raise_kept()
+
+    @property
+    def is_late(self) -> bool:
+        """See the base class."""
+        return self._config.overlap_step
+
+    def settle(self) -> None:
+        """See the base class."""
+        with failing_together(self._collectives, "step the rest in a worker", TOLD):
+            for master in self._table.masters:
+                if isinstance(master, ZenFlowMaster):
+                    master.show_rest()
+                    master.show_important()
+                    master.end_step()
 
 
 class _ZenFlowStep:
@@ -117,6 +137,7 @@ class _ZenFlowStep:
         """All pieces in the two worlds, and the numbers of their groups."""
         self._stepped: set[MasterPiece] = set()
         """Those that have a gradient."""
+        self._error: Exception | None = None
         self._others: dict[MasterShard, list[Group]] = {}
         """What is stepped as a whole on the device."""
         self.has_hooks = _compat.has_step_hooks(optimizer, besides=0)
@@ -201,6 +222,7 @@ class _ZenFlowStep:
         """Choose columns anew. What waits was measured by the old ones, and is stepped before."""
         chosen = agree_on_columns(self._used, self._table, self._collectives, self._config)
         self._step_waiting(optimizer, self._clock.window)
+        self._show_rest()
         for master in self._masters:  # the rest has come with old values of the important ones
             master.show_important()
         for piece in self._pieces:
@@ -210,17 +232,23 @@ class _ZenFlowStep:
             master.note()
 
     def _rest(self, optimizer: Optimizer, turn: Turn) -> bool:
-        """Whether the window has ended with this step, and what waits was stepped."""
+        """Whether the window has ended with this step, and what waits is stepped."""
         rest = [piece for piece in self._stepped if self._part(piece).has_rest]
         window = 0 if turn.selects else self._clock.window
-        if turn.updates and not window:
+        is_now = turn.is_warm_up or not self._config.overlap_step
+        if turn.updates and not window and is_now:
             self._step_now(optimizer, rest)
+            self._show_rest()
             return True
         for piece in rest:
             self._part(piece).wait(_factor(piece))
         updates = turn.updates or (self._config.update_interval == "auto" and self._is_due())
-        if updates:
+        if updates and self._config.overlap_step:
+            self._show_rest()
             self._step_waiting(optimizer, window + 1)
+        elif updates:
+            self._step_waiting(optimizer, window + 1)
+            self._show_rest()
         return updates
 
     def _step_now(self, optimizer: Optimizer, pieces: Sequence[MasterPiece]) -> None:
@@ -231,7 +259,7 @@ class _ZenFlowStep:
                 for piece in pieces
                 if piece.master is master
             }
-            master.step_rest(options, has_waited=False)
+            self._guarded(partial(master.begin_rest, options, has_waited=False))
 
     def _step_waiting(self, optimizer: Optimizer, window: int) -> None:
         """Step by the mean of what waits."""
@@ -241,7 +269,27 @@ class _ZenFlowStep:
                 for piece in self._pieces
                 if piece.master is master and self._part(piece).waited
             }
-            master.step_rest(options, has_waited=True)
+            self._guarded(partial(master.begin_rest, options, has_waited=True))
+
+    def _show_rest(self) -> None:
+        for master in self._masters:
+            self._guarded(master.show_rest)
+
+    def _guarded(self, run: Callable[[], None]) -> None:
+        """Keep an error of one rank's worker until all of them know of it."""
+        if self._error is not None:
+            return
+        try:
+            run()
+        except RuntimeError as error:
+            if not self._config.overlap_step:
+                raise
+            self._error = error
+
+    def raise_kept(self) -> None:
+        """Raise what was kept: the worker of this rank has failed."""
+        if self._error is not None:
+            raise self._error
 
     def _is_due(self) -> bool:
         """Whether enough weights have gradients waiting that are as large as important ones."""
