@@ -390,8 +390,13 @@ class ZeroEngine:
         if self._hooks is None:
             return
         self._reducer.close()  # frees the gradients, before more is taken
-        if self.updater.is_late:
-            self._settle_updates()
+        if self.updater.is_late:  # training ends with the values of all updates it has begun
+            buckets = [master.parameters for master in self.table.masters]
+            for bucket in buckets:
+                self.coordinator.before_update(bucket)
+            with self.coordinator.residency.update("the end of training"):
+                self.updater.settle()
+            self._publish(buckets)
         slices = self._slices
         if slices is None or fits_whole(self._buckets, self.groups):
             with self.coordinator.held(self._buckets):
@@ -519,15 +524,6 @@ class ZeroEngine:
             self._buffer_sync = BufferSync(self.module, self.groups.control)
             self._trained_set.note()
         self.coordinator.release_all()
-
-    def _settle_updates(self) -> None:
-        """Training ends with the values of all updates that it has begun."""
-        buckets = [master.parameters for master in self.table.masters]
-        for bucket in buckets:
-            self.coordinator.before_update(bucket)
-        with self.coordinator.residency.update("the end of training"):
-            self.updater.settle()
-        self._publish(buckets)
 
     def _publish(self, updated: Sequence[ParameterBucket]) -> None:
         """Stages 1 and 2: start to bring the new shards together; their next use waits."""

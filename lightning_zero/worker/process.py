@@ -53,7 +53,12 @@ def _end_with(rank_pid: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != rank_pid:
-        os._exit(0)
+        _end_now()
+
+
+def _end_now() -> None:
+    """In the middle of a job, if need be: nobody waits for it."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _receive(connection: Connection, incoming: queue.SimpleQueue[NewArena | Do]) -> None:
@@ -62,7 +67,7 @@ def _receive(connection: Connection, incoming: queue.SimpleQueue[NewArena | Do])
         while True:
             incoming.put(connection.recv())
     except (EOFError, OSError):
-        os._exit(0)
+        _end_now()
 
 
 def _map(message: NewArena, files: socket.socket, memory: SharedMemory) -> None:
