@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -51,8 +52,14 @@ KINDS: dict[str, dict[str, Any]] = {
 class Training:
     """A net and its engine, for some steps."""
 
-    def __init__(self, groups: ShardGroups, kind: dict[str, Any] | None, stage: int) -> None:
-        self.net = make_net(torch.float32)
+    def __init__(
+        self,
+        groups: ShardGroups,
+        kind: dict[str, Any] | None,
+        stage: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.net = make_net(dtype)
         options = {"lr": LR, "weight_decay": DECAY, "betas": BETAS, "eps": EPS}
         self.optimizer = torch.optim.AdamW(self.net.parameters(), **options)
         zenflow = None if kind is None else {"select_strategy": "step", **kind}
@@ -63,7 +70,7 @@ class Training:
 
     def run(self, begin: int, end: int) -> None:
         for step in range(begin, end):
-            self.engine.backward(self.net(batch(step)))
+            self.engine.backward(self.net(batch(step).to(self.net.scale.dtype)))
             self.engine.clip_grad_norm_(self.optimizer, 0.1)
             self.engine.step(self.optimizer)
             self.optimizer.zero_grad()
@@ -170,17 +177,18 @@ def resumed() -> list[str]:
     wrong = []
     for number, (name, kind) in enumerate(KINDS.items()):
         stage = 2 + number % 2
-        whole = Training(groups, kind, stage)
+        dtype = torch.bfloat16 if number % 2 else torch.float32
+        whole = Training(groups, kind, stage, dtype)
         whole.run(0, STEPS)
         wanted = whole.saved()
         whole.engine.close()
         for at in (4,) if name == "late" else (0, 1, 5, 7):  # a worker takes seconds to start
-            first = Training(groups, kind, stage)
+            first = Training(groups, kind, stage, dtype)
             first.run(0, at)
             saved = first.saved()
             first.run(at, at + 2)  # whoever has saved goes on as if nothing had been
             first.engine.close()
-            second = Training(groups, kind, 5 - stage)
+            second = Training(groups, kind, 5 - stage, dtype)
             second.run(0, 3)  # whatever was there is replaced
             second.load(saved)
             second.run(at, STEPS)
@@ -204,6 +212,38 @@ def unequal(wanted: dict[str, Any], got: dict[str, Any]) -> list[str]:
 def test_training_goes_on_exactly_within_a_window():
     for wrong in run_ranks(resumed, 2):
         assert not wrong
+
+
+def with_a_killed_worker() -> tuple[str, bool, bool]:
+    """Error, whether weights are those of the last window, and whether no process is left."""
+    dist.init_process_group("gloo")
+    training = Training(ShardGroups.create(), KINDS["late"], 2)
+    training.run(0, 4)
+    training.saved()  # waits for what is under way
+    workers = psutil.Process().children()
+    if dist.get_rank() == 1:
+        workers[0].suspend()  # with its next job
+    training.run(4, 5)
+    before = training.net.first.weight.detach().clone()
+    if dist.get_rank() == 1:
+        workers[0].kill()
+    error = ""
+    try:
+        training.run(5, 9)
+    except RuntimeError as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    after = training.net.first.weight.detach()
+    moved = (before != after).any(dim=0)  # no column but the important ones
+    training.engine.abandon()
+    return error, int(moved.sum()) <= 1, not psutil.Process().children()
+
+
+def test_a_killed_worker_is_an_error_on_all_ranks():
+    for rank, (error, is_intact, is_clean) in enumerate(run_ranks(with_a_killed_worker, 2)):
+        assert is_intact
+        assert is_clean
+        assert "was killed by signal 9. Weights are those of the last step" in error
+        assert error.startswith("WorkerDied" if rank == 1 else "RuntimeError: other ranks could")
 
 
 def by_others() -> list[str]:

@@ -50,7 +50,10 @@ class ZenFlowMaster(HostMaster):
         self._steps = steps
         self._parts: dict[MasterPiece, Part] = {}
         super().__init__(parameters, gradients, home, link, staging)
-        self._copy = steps.zeros(self.tensor.numel(), parameters.dtype) if self.has_copy else None
+        self._copy: Tensor | None = None
+        """The master in the dtype of the parameters, but for important columns."""
+        if self.has_copy:
+            self._copy = steps.zeros(self.tensor.numel(), parameters.dtype).copy_(self.tensor)
         self._known_version = self.tensor._version
         self.clock_state: list[int] = []
         """Of the optimizer's clock, as it is saved."""
@@ -90,10 +93,9 @@ class ZenFlowMaster(HostMaster):
             part = self.part(piece)
             part.adopt(state, is_new)
             part.untell()
-            if part.takes_late_values():
-                self.is_late = True
-                if self._copy is not None:
-                    self._copy.copy_(self.tensor)
+            self.is_late |= part.takes_late_values()
+        if self._copy is not None and (is_new or self.is_late and self.is_newer_on_host):
+            self._copy.copy_(self.tensor)
         self.note()
 
     def note(self) -> None:
@@ -147,11 +149,19 @@ class ZenFlowMaster(HostMaster):
             self.part(piece).step_rest(of_piece, copy, has_waited)
         self.is_late = True
 
+    def finish_rest(self) -> None:
+        """Wait for what has begun.
+
+        Raises:
+            RuntimeError: It has failed.
+        """
+        self._steps.finish()
+
     def show_rest(self) -> None:
         """Bring values that are late to the parameters' shard."""
         if not self.is_late:
             return
-        self._steps.finish()
+        self.finish_rest()
         self.is_late = False
         values, shard = self.tensor if self._copy is None else self._copy, self.parameters.shard
         here = shard_in_memory(self.parameters, self._link)

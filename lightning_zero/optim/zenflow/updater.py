@@ -26,6 +26,9 @@ from lightning_zero.optim.zenflow.selection import agree_on_columns, columns
 from lightning_zero.plan.zenflow import Turn, ZenFlowClock, ZenFlowConfig
 from lightning_zero.worker.jobs import AdamOptions
 
+IN_WORKER = "step the rest in a worker"
+"""What may fail on one rank."""
+
 
 def check_zenflow(optimizers: Sequence[Optimizer]) -> None:
     """Refuse optimizers whose steps ZenFlow does not know.
@@ -96,8 +99,8 @@ class ZenFlowUpdater(HostUpdater):
         finally:
             handle.remove()
         step.finish()
-        if self._control is not None:
-            with failing_together(self._control, "step the rest in a worker", TOLD):
+        if step.has_begun:
+            with failing_together(self._collectives, IN_WORKER, TOLD):
                 step.raise_kept()
 
     @property
@@ -107,7 +110,7 @@ class ZenFlowUpdater(HostUpdater):
 
     def settle(self) -> None:
         """See the base class."""
-        with failing_together(self._collectives, "step the rest in a worker", TOLD):
+        with failing_together(self._collectives, IN_WORKER, TOLD):
             for master in self._table.masters:
                 if isinstance(master, ZenFlowMaster):
                     master.show_rest()
@@ -138,6 +141,8 @@ class _ZenFlowStep:
         self._stepped: set[MasterPiece] = set()
         """Those that have a gradient."""
         self._error: Exception | None = None
+        self.has_begun = False
+        """The worker has been given something to do, the same on all ranks."""
         self._others: dict[MasterShard, list[Group]] = {}
         """What is stepped as a whole on the device."""
         self.has_hooks = _compat.has_step_hooks(optimizer, besides=0)
@@ -246,6 +251,7 @@ class _ZenFlowStep:
         if updates and self._config.overlap_step:
             self._show_rest()
             self._step_waiting(optimizer, window + 1)
+            self.has_begun = True
         elif updates:
             self._step_waiting(optimizer, window + 1)
             self._show_rest()
@@ -272,8 +278,14 @@ class _ZenFlowStep:
             self._guarded(partial(master.begin_rest, options, has_waited=True))
 
     def _show_rest(self) -> None:
+        """On all ranks or on none."""
+        if self._config.overlap_step:
+            with failing_together(self._collectives, IN_WORKER, TOLD):
+                self.raise_kept()
+                for master in self._masters:
+                    master.finish_rest()
         for master in self._masters:
-            self._guarded(master.show_rest)
+            master.show_rest()
 
     def _guarded(self, run: Callable[[], None]) -> None:
         """Keep an error of one rank's worker until all of them know of it."""
