@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <mutex>
 #include <vector>
 
 #include "arguments.h"
@@ -136,6 +137,26 @@ void column_squares(const at::Tensor& tensor, const at::Tensor& sums) {
   }
 }
 
+void column_words(const at::Tensor& words, const at::Tensor& sums) {
+  TORCH_CHECK(words.scalar_type() == at::kLong && sums.scalar_type() == at::kLong,
+              "words are added up as int64");
+  const std::int64_t numel = words.numel();
+  const std::int64_t columns = sums.numel();
+  TORCH_CHECK(columns > 0, "there is no column to add up");
+  const auto* const from =
+      static_cast<const std::int64_t*>(contiguous_address(words, numel, words.device()));
+  auto* const found =
+      static_cast<std::uint64_t*>(contiguous_address(sums, columns, words.device()));
+  std::fill_n(found, columns, 0);
+  std::mutex adding;
+  at::parallel_for(0, numel, kThreadNumel, [&](std::int64_t begin, std::int64_t end) {
+    std::vector<std::uint64_t> own(columns);
+    column_words_host(from, columns, begin, end, own.data());
+    const std::lock_guard<std::mutex> lock(adding);
+    for (std::int64_t i = 0; i < columns; ++i) found[i] += own[i];
+  });
+}
+
 ColumnSelection checked_selection(const at::Tensor& matrix, const at::Tensor& indices,
                                   const at::Tensor& packed) {
   const ColumnSelection selection = selection_of(matrix, indices, packed);
@@ -189,6 +210,7 @@ TORCH_LIBRARY(lightning_zero, library) {
       "Tensor(a!) values) -> ()");
   library.def("sum_of_squares_(Tensor[] tensors, Tensor(a!) total) -> ()");
   library.def("column_squares_(Tensor matrix, Tensor(a!) sums) -> ()");
+  library.def("column_words_(Tensor words, Tensor(a!) sums) -> ()");
   library.def("gather_columns_(Tensor matrix, Tensor indices, Tensor(a!) packed) -> ()");
   library.def("scatter_columns_(Tensor(a!) matrix, Tensor indices, Tensor packed) -> ()");
 }
@@ -201,6 +223,7 @@ TORCH_LIBRARY_IMPL(lightning_zero, CPU, library) {
   library.impl("dequantize_blocks_", lightning_zero::dequantize);
   library.impl("sum_of_squares_", lightning_zero::sum_of_squares);
   library.impl("column_squares_", lightning_zero::column_squares);
+  library.impl("column_words_", lightning_zero::column_words);
   library.impl("gather_columns_", lightning_zero::gather_columns);
   library.impl("scatter_columns_", lightning_zero::scatter_columns);
 }

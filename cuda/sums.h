@@ -32,6 +32,10 @@ struct Matrix {
 void column_squares_host(const Matrix& matrix, std::int64_t part, std::int64_t begin,
                          std::int64_t end, double* sums);
 
+// Adds words [begin, end) up by columns, word i into sums[i % columns]; overflow wraps around.
+void column_words_host(const std::int64_t* words, std::int64_t columns, std::int64_t begin,
+                       std::int64_t end, std::uint64_t* sums);
+
 // Into parts [parts, columns], and their sum in order into sums [columns].
 void column_squares_device(const Matrix& matrix, double* parts, float* sums, void* stream);
 

@@ -59,4 +59,32 @@ void column_squares_host(const Matrix& matrix, std::int64_t part, std::int64_t b
   }
 }
 
+namespace {
+
+constexpr std::int64_t kAheadWords = 1024;  // 8 KiB: the processor itself does not look beyond a page
+
+// A function of its own, so that the compiler believes that the two do not overlap.
+__attribute__((noinline)) void add_words(const std::uint64_t* __restrict words,
+                                         std::uint64_t* __restrict sums, std::int64_t numel) {
+  constexpr std::int64_t kLine = 8;
+  const std::int64_t whole = numel / kLine * kLine;
+  for (std::int64_t at = 0; at < whole; at += kLine) {
+    __builtin_prefetch(words + at + kAheadWords, 0, 3);
+    for (std::int64_t i = at; i < at + kLine; ++i) sums[i] += words[i];
+  }
+  for (std::int64_t i = whole; i < numel; ++i) sums[i] += words[i];
+}
+
+}  // namespace
+
+void column_words_host(const std::int64_t* words, std::int64_t columns, std::int64_t begin,
+                       std::int64_t end, std::uint64_t* sums) {
+  while (begin < end) {
+    const std::int64_t column = begin % columns;
+    const std::int64_t numel = std::min(end - begin, columns - column);
+    add_words(reinterpret_cast<const std::uint64_t*>(words) + begin, sums + column, numel);
+    begin += numel;
+  }
+}
+
 }  // namespace lightning_zero

@@ -4,13 +4,14 @@ from lightning_zero.ops.adam import adam_step_, adam_step_undo_
 from lightning_zero.ops.adam_columns import adam_columns_step_
 from lightning_zero.ops.columns import gather_columns, scatter_columns_
 from lightning_zero.ops.quantize import dequantize_blocks, quantize_blocks
-from lightning_zero.ops.sums import column_importance, sum_of_squares
+from lightning_zero.ops.sums import column_importance, column_words, sum_of_squares
 
 __all__ = [
     "adam_columns_step_",
     "adam_step_",
     "adam_step_undo_",
     "column_importance",
+    "column_words",
     "dequantize_blocks",
     "gather_columns",
     "quantize_blocks",

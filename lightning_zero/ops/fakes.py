@@ -14,6 +14,7 @@ OPS = (
     "dequantize_blocks_",
     "sum_of_squares_",
     "column_squares_",
+    "column_words_",
     "gather_columns_",
     "scatter_columns_",
 )

@@ -93,3 +93,24 @@ def check_matrix(name: str, tensor: Tensor) -> None:
             f"{name} is {tensor.dtype} {tuple(tensor.shape)}: must have two axes, and be one of "
             f"{', '.join(map(str, FLOATS))}"
         )
+
+
+@torch.no_grad()
+def column_words(words: Tensor, columns: int) -> Tensor:
+    """Add up integers by columns: word i goes to sum ``i % columns``. Overflow wraps around.
+
+    Args:
+        words: int64, 1-D, contiguous.
+        columns: How many sums.
+
+    Returns:
+        int64 [columns], on the device of the words.
+    """
+    sums = words.new_zeros(columns)
+    if words.device.type == "cpu" and is_native(words.device):
+        torch.ops.lightning_zero.column_words_(words, sums)
+        return sums
+    whole = len(words) // columns * columns
+    sums += words[:whole].view(-1, columns).sum(0)
+    sums[: len(words) - whole] += words[whole:]
+    return sums

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_zero.ops import column_words
+
 FINGERPRINT_CHUNK_NUMEL = 2**16
 STAMP_COLUMNS = 1021
 """A prime, so that rows of a matrix that change places change columns here."""
@@ -62,9 +64,7 @@ def stamp(flat: Tensor) -> Tensor:
         0-d int64 on the device of ``flat``.
     """
     words, rests = _words(flat)
-    whole = len(words) // STAMP_COLUMNS * STAMP_COLUMNS
-    sums = words[:whole].view(-1, STAMP_COLUMNS).sum(0)
-    sums[: len(words) - whole] += words[whole:]
+    sums = column_words(words, STAMP_COLUMNS)
     places = torch.arange(1, STAMP_COLUMNS + 1, device=flat.device)
     total = (sums * (places * -7046029254386353131)).sum()
     for rest in rests:

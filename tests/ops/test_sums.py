@@ -7,6 +7,7 @@ import torch
 
 from lightning_zero.ops import (
     column_importance,
+    column_words,
     gather_columns,
     scatter_columns_,
     sum_of_squares,
@@ -144,3 +145,12 @@ def test_ops_pass_the_checks_of_torch():
     torch.library.opcheck(ops.column_squares_.default, (matrix, torch.zeros(5)))
     torch.library.opcheck(ops.gather_columns_.default, (matrix, indices, torch.zeros(4, 2)))
     torch.library.opcheck(ops.scatter_columns_.default, (matrix, indices, torch.ones(4, 2)))
+
+
+@pytest.mark.parametrize("numel", [0, 5, 1021, 5000, 100_001])
+@pytest.mark.parametrize("columns", [1, 8, 1021])
+def test_words_are_added_up_by_columns_and_wrap_around(numel, columns):
+    words = torch.randint(-(2**63), 2**63 - 1, (numel,))
+    padded = torch.cat((words, words.new_zeros(-numel % columns)))
+    expected = padded.view(-1, columns).sum(0)
+    assert column_words(words, columns).equal(expected)
