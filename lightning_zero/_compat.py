@@ -1,9 +1,10 @@
-"""Every private name of torch and Lightning that the project uses, each once."""
+"""Every private name of others that the project uses, each once."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,11 @@ from torch.utils.hooks import RemovableHandle as RemovableHandle
 T = TypeVar("T")
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def innermost_frames() -> list[FrameType]:
+    """What each thread of the interpreter runs now."""
+    return list(sys._current_frames().values())
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

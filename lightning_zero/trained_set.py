@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm import Collectives
 from lightning_zero.config import ZeroOptions
+from lightning_zero.global_hooks import GlobalHooks
 from lightning_zero.grads.bucket import GradientBucket
 from lightning_zero.optim.pieces import PieceTable, parameters_of
 from lightning_zero.params import parameter_dict
@@ -143,12 +144,11 @@ class _Registrations:
             if found is not None and value is not None:
                 found._has_come = True
 
-        self._handles = [
+        handles = [
             register_module_parameter_registration_hook(note),
             register_module_module_registration_hook(note),
         ]
-        for handle in self._handles:
-            weakref.finalize(self, handle.remove)
+        self._hooks = GlobalHooks(self, handles)
 
     def take(self) -> bool:
         """The answer, which is given once."""
@@ -156,8 +156,7 @@ class _Registrations:
         return found
 
     def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.remove()
 
 
 def in_model_order(

@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from lightning_zero._compat import RemovableHandle
+from lightning_zero.global_hooks import GlobalHooks
 from lightning_zero.optim.pieces import parameters_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -66,12 +66,12 @@ class RawSteps:
             register_optimizer_step_pre_hook(before),
             register_optimizer_step_post_hook(after),
         ]
-        self._remove = weakref.finalize(self, _remove, handles)
+        self._hooks = GlobalHooks(self, handles)
 
     def close(self) -> None:
         """Look at no more steps."""
         self.abort()
-        self._remove()
+        self._hooks.remove()
 
     def abort(self) -> None:
         """Leave a step that has raised."""
@@ -118,8 +118,3 @@ def _with_closure_run(args: tuple[Any, ...], options: dict[str, Any]) -> Argumen
     if len(args) > 1:
         return (args[0], lambda: loss, *args[2:]), options
     return args, {**options, "closure": lambda: loss}
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()

@@ -43,6 +43,7 @@ LEVELS = [
     ("ops/",),
     ("observe/",),
     ("plan/",),
+    ("global_hooks.py",),
     ("_compat.py",),
     ("__about__.py",),
 ]
