@@ -166,7 +166,7 @@ def whole_tensors() -> Found:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_whole_tensors_are_those_of_ddp(world_size: int) -> None:
     bound = 0.0 if world_size == 2 else 1e-6  # DDP's ring adds in another order
-    for found in run_ranks(whole_tensors, world_size, timeout_s=100):
+    for found in run_ranks(whole_tensors, world_size):
         for name, got in found.items():
             assert got["grads"] <= bound, (name, got)
             assert got["states"] <= bound, (name, got)
@@ -311,7 +311,7 @@ def values_in(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_writes_are_kept_on_all_ranks_or_on_none(world_size: int) -> None:
-    ranks = run_ranks(writing, world_size, timeout_s=100)
+    ranks = run_ranks(writing, world_size)
     groups = " from ".join(f"rank(s) [{rank}]" for rank in range(world_size))
     texts = {
         "dispute": "the ranks have written different values, so nothing was kept: ",
@@ -487,7 +487,7 @@ def _same(found: Tensor | None, expected: Tensor | None) -> bool:
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 def test_every_hook_sees_what_ddp_shows(precision: str) -> None:
-    for answers in run_ranks(asked, 2, precision, timeout_s=100):
+    for answers in run_ranks(asked, 2, precision):
         assert answers.pop("places") > 300
         assert answers == {name: [] for name in [*map(str, STAGES), "collective"]}
 

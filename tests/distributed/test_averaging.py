@@ -229,7 +229,7 @@ def averages(folder: str) -> dict[str, Any]:
 @functools.cache
 def outcomes() -> tuple[list[dict[str, Any]], tempfile.TemporaryDirectory]:
     folder = tempfile.TemporaryDirectory(prefix="averages")
-    return run_ranks(averages, 2, folder.name, timeout_s=100), folder
+    return run_ranks(averages, 2, folder.name), folder
 
 
 @pytest.mark.parametrize(("stage", "form"), ZEROS)

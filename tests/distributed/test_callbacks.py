@@ -408,7 +408,7 @@ def run_cases(root: str) -> dict[tuple[str, Any], Found]:
 @functools.cache
 def outcomes() -> list[dict[tuple[str, Any], Found]]:
     with tempfile.TemporaryDirectory(prefix="callbacks") as folder:
-        return run_ranks(run_cases, 2, folder, timeout_s=110)
+        return run_ranks(run_cases, 2, folder)
 
 
 @pytest.mark.parametrize(("name", "stage"), CASES)

@@ -142,8 +142,8 @@ def resume_all(folder: Path) -> dict[str, Any]:
 
 @functools.cache
 def saved_and_resumed(folder: Path) -> list[dict[str, Any]]:
-    run_ranks(save_halfway, 2, folder, timeout_s=60)
-    return run_ranks(resume_all, 2, folder, timeout_s=100)
+    run_ranks(save_halfway, 2, folder)
+    return run_ranks(resume_all, 2, folder)
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +220,7 @@ def continue_alike(folder: Path) -> dict[str, float]:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_another_number_of_ranks_continues(folder, world_size):
     saved_and_resumed(folder)
-    for found in run_ranks(continue_alike, world_size, folder, timeout_s=90):
+    for found in run_ranks(continue_alike, world_size, folder):
         assert len(found) == 8
         assert max(found.values()) <= (0.0 if world_size == 1 else 1e-6), found
 
@@ -290,7 +290,7 @@ def all_around_fits(folder: Path) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def around(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("around")
-    return folder, run_ranks(all_around_fits, 2, folder, timeout_s=100)
+    return folder, run_ranks(all_around_fits, 2, folder)
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
@@ -365,7 +365,7 @@ def resume_lower_precision(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def test_a_checkpoint_of_bf16_weights_keeps_their_fp32_master(tmp_path):
-    for found in run_ranks(resume_lower_precision, 2, tmp_path, timeout_s=90):
+    for found in run_ranks(resume_lower_precision, 2, tmp_path):
         for stage in (0, 1, 2, 3):
             assert found[stage] == {"equal": True, "losses": True}, stage
         assert found["ddp"] == {"finite": True, "steps": BATCHES}
@@ -403,7 +403,7 @@ def wrong_files(folder: Path) -> list[tuple[str, str]]:
 
 
 def test_files_that_do_not_fit_are_refused_on_every_rank(tmp_path):
-    first, second = run_ranks(wrong_files, 2, tmp_path, timeout_s=60)
+    first, second = run_ranks(wrong_files, 2, tmp_path)
     assert first == second
     for answers in (first[:4], first[4:]):
         kinds = [kind for kind, _ in answers]
@@ -436,7 +436,7 @@ def different_groups(folder: Path) -> list[tuple[str, str]]:
 
 
 def test_an_optimizer_with_other_groups_takes_its_state_by_name_or_is_refused(tmp_path):
-    first, second = run_ranks(different_groups, 2, tmp_path, timeout_s=60)
+    first, second = run_ranks(different_groups, 2, tmp_path)
     assert first == second
     named, unnamed = first[::2], first[1::2]
     assert [kind for kind, _ in named] == ["none", "none"]
@@ -480,6 +480,6 @@ def resume_factored(folder: Path) -> dict[Any, bool]:
 
 
 def test_factored_states_of_whole_tensors_are_saved_and_read(tmp_path):
-    for found in run_ranks(resume_factored, 2, tmp_path, timeout_s=90):
+    for found in run_ranks(resume_factored, 2, tmp_path):
         assert len(found) == 9
         assert all(found.values()), found

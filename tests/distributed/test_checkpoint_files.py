@@ -140,7 +140,7 @@ def disk(tmp_path):
 def test_what_one_rank_cannot_write_or_read_is_an_error_on_all_of_them(disk, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    writer, other = run_ranks(fail, 2, str(folder), disk, timeout_s=60)
+    writer, other = run_ranks(fail, 2, str(folder), disk)
     for found in (writer, other):
         assert found["untouched"] == (True, ["a.ckpt"])
         assert found["whole again"]
@@ -285,7 +285,7 @@ def load_while_training(folder):
 
 
 def test_weights_are_loaded_into_a_model_that_trains(tmp_path):
-    for found in run_ranks(load_while_training, 2, str(tmp_path), timeout_s=100):
+    for found in run_ranks(load_while_training, 2, str(tmp_path)):
         assert len(found) == 5 * len(STAGES)
         for name, facts in found.items():
             assert all(all(f) if isinstance(f, list) else f for f in facts.values()), (name, facts)
@@ -317,7 +317,7 @@ def save_with_little_memory(folder):
 
 
 def test_a_file_is_the_same_where_memory_is_scarce(tmp_path):
-    names, _ = run_ranks(save_with_little_memory, 2, str(tmp_path), timeout_s=60)
+    names, _ = run_ranks(save_with_little_memory, 2, str(tmp_path))
     first, *others = [torch.load(name) for name in names]
     sizes = {Path(name).stat().st_size for name in names}
     assert max(sizes) - min(sizes) < 2**12

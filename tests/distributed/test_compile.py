@@ -86,9 +86,7 @@ def compiled_fits(way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_compiled_modules_train_as_eager_ones(way):
-    for (losses, val_losses, trained, usual), found in run_ranks(
-        compiled_fits, 2, way, timeout_s=110
-    ):
+    for (losses, val_losses, trained, usual), found in run_ranks(compiled_fits, 2, way):
         for stage, (got, got_val, got_trained, compiled) in found.items():
             assert got == pytest.approx(losses, rel=1e-5), (stage, got, losses)
             assert got_val == pytest.approx(val_losses, rel=1e-5), stage
@@ -122,5 +120,5 @@ def live_in_forward(way):
 
 def test_wrappers_are_released_one_by_one():
     """At the end of the forward little is there; what is compiled from within is all there."""
-    assert max(run_ranks(live_in_forward, 2, "wrapped_blocks", timeout_s=60)) < 0.7
-    assert min(run_ranks(live_in_forward, 2, "blocks_in_place", timeout_s=60)) > 0.7
+    assert max(run_ranks(live_in_forward, 2, "wrapped_blocks")) < 0.7
+    assert min(run_ranks(live_in_forward, 2, "blocks_in_place")) > 0.7

@@ -207,9 +207,7 @@ def fit_all(folder, world_size, bucket_numel):
 @pytest.mark.parametrize(("world_size", "bucket_numel"), [(2, 300), (4, None)])
 def test_fit_equals_that_of_the_model_built_whole(world_size, bucket_numel, tmp_path):
     torch.save(saved_weights(), tmp_path / "weights.pt")
-    for found in run_ranks(
-        fit_all, world_size, str(tmp_path), world_size, bucket_numel, timeout_s=110
-    ):
+    for found in run_ranks(fit_all, world_size, str(tmp_path), world_size, bucket_numel):
         for name, facts in found.items():
             assert all(facts.values()), (name, facts)
 
@@ -269,7 +267,7 @@ def calls(folder, fits):
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_calls_in_any_order(fits, tmp_path):
-    for found in run_ranks(calls, 2, str(tmp_path), fits, timeout_s=110):
+    for found in run_ranks(calls, 2, str(tmp_path), fits):
         assert found.pop("sharded after fit") is not fits
         assert all(found.values()), found
 
@@ -371,7 +369,7 @@ def test_a_model_that_fits_into_no_process(tmp_path):
     assert run_ranks(build_whole, 1, 2 * full_nbytes) == ["fits"]
     assert re.search("memory|allocate", run_ranks(build_whole, 1, spare_nbytes)[0])
     path = str(tmp_path / "big.ckpt")
-    run_ranks(fit_sharded, 4, path, spare_nbytes, timeout_s=90)
+    run_ranks(fit_sharded, 4, path, spare_nbytes)
     torch.manual_seed(5)
     expected = Big()
     expected.configure_model()

@@ -100,7 +100,7 @@ def all_models(folder):
 
 
 def test_models_are_equal_and_never_whole(tmp_path):
-    for found in run_ranks(all_models, 2, str(tmp_path), timeout_s=110):
+    for found in run_ranks(all_models, 2, str(tmp_path)):
         for which, (is_equal, sliced, excess) in found.items():
             assert is_equal, which
             assert sliced, which
@@ -153,5 +153,5 @@ def test_fit_of_a_model_that_was_read_sharded(tmp_path):
     for name in ("llama", "mixtral"):
         torch.manual_seed(1)
         make(name, None).save_pretrained(tmp_path / name)
-    for found in run_ranks(fits, 2, str(tmp_path), timeout_s=110):
+    for found in run_ranks(fits, 2, str(tmp_path)):
         assert all(found.values()), found

@@ -51,7 +51,7 @@ KILLS = 3
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    return run_ranks(uninterrupted, RANKS, timeout_s=60)
+    return run_ranks(uninterrupted, RANKS)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: f"{setting.form}{setting.stage}")
@@ -305,7 +305,7 @@ def one_rank_fails(folder: Path) -> dict[str, Any]:
 
 
 def test_an_error_of_one_rank_is_raised_on_all_and_harms_nothing(tmp_path):
-    first, second = run_ranks(one_rank_fails, 2, tmp_path, timeout_s=60)
+    first, second = run_ranks(one_rank_fails, 2, tmp_path)
     assert first["copy"][0] == "RuntimeError"
     assert "rank 1: MemoryError: no room for a copy" in first["copy"][1]
     assert second["copy"][:2] == ("MemoryError", "no room for a copy")
@@ -383,7 +383,7 @@ def endings(folder: Path) -> dict[str, Any]:
 
 
 def test_a_save_under_way_is_completed_when_the_run_ends(tmp_path):
-    for found in run_ranks(endings, 2, tmp_path, timeout_s=90):
+    for found in run_ranks(endings, 2, tmp_path):
         assert found["KeyboardInterrupt"] == "SystemExit"  # as Lightning answers Ctrl-C
         assert found["SystemExit"] == "SystemExit"
         assert found["ValueError"] == "ValueError"

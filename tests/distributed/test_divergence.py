@@ -112,7 +112,7 @@ def diverging():
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_may_run_different_modules(world_size):
     """Two ranks: bit for bit. Three: the sum is made in another order."""
-    for found in run_ranks(diverging, world_size, timeout_s=100):
+    for found in run_ranks(diverging, world_size):
         assert len(found) == 2 * len(PLANS)
         assert max(found.values()) <= (0 if world_size == 2 else 1e-6), found
 

@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_zero.checkpoint.valid import check_checkpoint
 from lightning_zero.cli import main
 from tests.helpers.crash import STEPS, Wide, hidden, step_of, uninterrupted, visible
+from tests.helpers.limits import HANG_S
 from tests.helpers.models import difference, equal, trainer, weights
 from tests.helpers.programs import finish, started
 from tests.helpers.spawn import free_port, run_ranks
@@ -89,11 +90,11 @@ def torchrun(script: Path, folder: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *arguments, str(script), str(folder)]
 
 
-def wait_until(is_so: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
+def wait_until(is_so: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + HANG_S
     while not is_so():
         if time.monotonic() > deadline:
-            raise AssertionError(f"{what}: not within {timeout_s} s")
+            raise AssertionError(f"{what}: not within {HANG_S} s")
         time.sleep(0.01)
 
 
@@ -114,7 +115,7 @@ def assert_whole(folder: Path) -> None:
 
 def test_a_rank_that_is_killed_is_started_again(tmp_path):
     """All ranks start anew, and end as if nothing had happened."""
-    expected = run_ranks(uninterrupted, 2, timeout_s=60)
+    expected = run_ranks(uninterrupted, 2)
     folder = tmp_path / "run"
     command = torchrun(
         tmp_path / "train.py", folder, "--standalone", "--nproc-per-node=2", "--max-restarts=2"
@@ -122,7 +123,7 @@ def test_a_rank_that_is_killed_is_started_again(tmp_path):
     with started(command, tmp_path / "log", **APART) as process:
         wait_until(lambda: has_saved(folder), "the first checkpoints")
         os.kill(int((folder / "pid1-2-0").read_text()), signal.SIGKILL)
-        finish(process, tmp_path / "log", timeout_s=60)
+        finish(process, tmp_path / "log")
     for rank in (0, 1):
         found, whole = torch.load(folder / f"{rank}.pt"), expected[rank][3]
         assert (found["ranks"], found["restarts"]) == (2, 1)
@@ -162,7 +163,7 @@ def test_a_node_that_goes_leaves_the_other_training(tmp_path):
             assert ranks & {str(process.pid) for process in node_and_rank}
             for process in node_and_rank:
                 process.kill()
-            finish(staying, tmp_path / "log0", timeout_s=80)
+            finish(staying, tmp_path / "log0")
     found = torch.load(folder / "0.pt")
     assert found["ranks"] == 1
     assert_whole(folder / "saved")
@@ -170,7 +171,7 @@ def test_a_node_that_goes_leaves_the_other_training(tmp_path):
     origin = folder / "origin.ckpt"
     assert min(found["losses"]) == step_of(origin) >= 4
     assert main(["consolidate", str(origin), str(tmp_path / "one.ckpt")]) == 0
-    (expected,) = run_ranks(resumed, 1, tmp_path / "one.ckpt", timeout_s=60)
+    (expected,) = run_ranks(resumed, 1, tmp_path / "one.ckpt")
     assert found["losses"].keys() == expected["losses"].keys()
     for step, loss in expected["losses"].items():
         assert found["losses"][step] == pytest.approx(loss, rel=1e-6)

@@ -732,7 +732,7 @@ def all_checks(folder):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return run_ranks(all_checks, 2, str(tmp_path_factory.mktemp("fabric")), timeout_s=110)
+    return run_ranks(all_checks, 2, str(tmp_path_factory.mktemp("fabric")))
 
 
 @pytest.fixture(params=STAGES)
@@ -847,7 +847,7 @@ fabric.save(sys.argv[1], {"model": model, "before": before})
 def test_script_starts_by_name_and_ends_by_itself(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    run([sys.executable, str(script), str(tmp_path / "file")], tmp_path / "log", timeout_s=100)
+    run([sys.executable, str(script), str(tmp_path / "file")], tmp_path / "log")
     file = torch.load(tmp_path / "file")
     moved = file["before"] - file["model"]["weight"]
     assert torch.allclose(moved, torch.full((3, 3), 0.5))  # the mean of inputs of 0 and 1

@@ -109,7 +109,7 @@ def used_nbytes(disk: Path) -> int:
 
 
 def test_a_full_disk_costs_nothing_that_was_there(disk):
-    ranks = run_ranks(fill_and_go_on, RANKS, disk, timeout_s=100)
+    ranks = run_ranks(fill_and_go_on, RANKS, disk)
     for found in ranks:
         for (form, free_nbytes), case in found.items():
             where = form, free_nbytes, case

@@ -30,7 +30,7 @@ def graphs_of(seeds, ranks):
     ("seeds", "ranks"), CHUNKS, ids=[f"{seeds[0]}-{seeds[-1]}, {n} ranks" for seeds, n in CHUNKS]
 )
 def test_random_graphs_equal_a_single_process(seeds, ranks):
-    failures = check(graphs_of(seeds, ranks), timeout_s=75)
+    failures = check(graphs_of(seeds, ranks))
     if failures:
         smallest = shrink(failures[0], budget_s=20)
         every = ", ".join(str(failure.graph.seed) for failure in failures)

@@ -161,7 +161,7 @@ def runs(folder):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return run_ranks(runs, 2, str(tmp_path_factory.mktemp("kept")), timeout_s=100)
+    return run_ranks(runs, 2, str(tmp_path_factory.mktemp("kept")))
 
 
 @pytest.mark.parametrize("stage", STAGES)

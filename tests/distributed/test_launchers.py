@@ -57,7 +57,7 @@ def run_script(folder: Path, start_method: str, devices: int, *kinds: str, launc
     script = folder / "train.py"
     script.write_text(SCRIPT)
     command = [sys.executable, *launch, str(script), str(folder), start_method, str(devices)]
-    run([*command, *kinds], folder / "log", timeout_s=100)
+    run([*command, *kinds], folder / "log")
     return {kind: torch.load(folder / f"{devices}-{kind}.pt") for kind in kinds}
 
 
@@ -209,7 +209,7 @@ def _flag(value: Any) -> str:
 
 @functools.cache
 def configured(folder: Path) -> list[dict[str, dict[str, Any]]]:
-    return run_ranks(all_configurations, 2, folder, timeout_s=100)
+    return run_ranks(all_configurations, 2, folder)
 
 
 def test_lightning_cli_reads_class_path_and_init_args(folder):

@@ -95,9 +95,7 @@ def test_model_states_between_steps_equal_the_formula(stage, precision):
 @pytest.mark.parametrize("stage", STAGES)
 def test_peak_within_a_step_stays_within_the_buffer_bound(stage):
     world_size = 2
-    for numel, _, peak, _, _ in run_ranks(
-        weigh, world_size, world_size, stage, "32-true", True, timeout_s=110
-    ):
+    for numel, _, peak, _, _ in run_ranks(weigh, world_size, world_size, stage, "32-true", True):
         formula = model_state_nbytes(numel, stage, world_size, False).total_nbytes
         bound = BUCKETS_AT_PEAK[stage] * default_bucket_numel(numel) * 4
         assert peak <= 1.05 * formula + bound, (peak, formula, bound)

@@ -124,7 +124,7 @@ def runs():
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(runs, 2, timeout_s=100)
+    return run_ranks(runs, 2)
 
 
 def is_same(found, expected):

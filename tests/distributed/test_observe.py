@@ -119,7 +119,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    return run_ranks(observe_everything, 2, str(folder), timeout_s=90)
+    return run_ranks(observe_everything, 2, str(folder))
 
 
 @pytest.fixture(scope="module")

@@ -305,7 +305,7 @@ def all_cases(world_size: int, folder: str) -> dict[str, tuple[float, bool]]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_offload_changes_no_number(world_size, tmp_path):
-    for found in run_ranks(all_cases, world_size, world_size, str(tmp_path), timeout_s=110):
+    for found in run_ranks(all_cases, world_size, world_size, str(tmp_path)):
         over = {}
         for key, (gap, is_trained) in found.items():
             if gap > EVERY[key.partition(":")[0]].bound or not is_trained:

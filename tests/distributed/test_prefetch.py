@@ -159,7 +159,7 @@ def trace_of_each_kind():
 
 
 def test_each_kind_of_model_is_complete_from_the_second_step_on():
-    first, second = run_ranks(trace_of_each_kind, 2, timeout_s=80)
+    first, second = run_ranks(trace_of_each_kind, 2)
     for kind in KINDS:
         counts, digest, seen = first[kind]
         assert counts == {"record": 1, "complete": STEPS - 1}, kind
@@ -198,7 +198,7 @@ def variants():
 
 
 def test_options_change_no_number():
-    for found in run_ranks(variants, 2, timeout_s=100):
+    for found in run_ranks(variants, 2):
         assert len(found) == len(KINDS) * len(VARIANTS)
         assert all(found.values()), [name for name, is_same in found.items() if not is_same]
 
@@ -225,7 +225,7 @@ def bounded():
 
 
 def test_live_elements_never_exceed_the_bound():
-    for found in run_ranks(bounded, 2, timeout_s=80):
+    for found in run_ranks(bounded, 2):
         for kind, (is_same, most, bound, total, counts) in found.items():
             assert is_same, kind
             assert bound < total, kind
@@ -285,4 +285,4 @@ def test_bound_that_cannot_hold_is_an_error_that_says_by_how_much(rank, texts):
 
 @pytest.fixture(scope="module")
 def texts():
-    return run_ranks(too_small, 2, timeout_s=40)
+    return run_ranks(too_small, 2)

@@ -168,7 +168,7 @@ def two_ranks():
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(two_ranks, 2, timeout_s=60)
+    return run_ranks(two_ranks, 2)
 
 
 @pytest.mark.parametrize("stage", SHARDED)

@@ -81,7 +81,7 @@ def versions_never_mix():
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_versions_never_mix_whoever_reads_when(world_size):
-    found = run_ranks(versions_never_mix, world_size, timeout_s=50)
+    found = run_ranks(versions_never_mix, world_size)
     assert [wrong for wrong, *_ in found] == [[]] * world_size
     assert all(again for *_, again in found)
     counts = [count for _, count, _, _ in found]
@@ -174,7 +174,7 @@ def one_leaves(log):
 def test_rank_that_is_gone_is_named_at_once(tmp_path):
     log = tmp_path / "text"
     with pytest.raises(RanksFailed, match="rank 1 died"):
-        run_ranks(one_leaves, 2, str(log), timeout_s=40)
+        run_ranks(one_leaves, 2, str(log))
     assert "rank 1 did not send its shard" in log.read_text()
 
 
@@ -206,5 +206,5 @@ def test_rank_that_ends_first_has_told_the_others(tmp_path):
     """Its last message may be on its way while its process ends."""
     log = tmp_path / "text"
     with pytest.raises(RanksFailed, match="died"):  # both of them, by themselves
-        run_ranks(one_ends_first, 2, str(log), timeout_s=40)
+        run_ranks(one_ends_first, 2, str(log))
     assert log.read_text() == "closed"

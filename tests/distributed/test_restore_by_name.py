@@ -322,7 +322,7 @@ CASES = (
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return run_ranks(outcomes, 2, CASES, tmp_path_factory.mktemp("by_name"), timeout_s=110)
+    return run_ranks(outcomes, 2, CASES, tmp_path_factory.mktemp("by_name"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

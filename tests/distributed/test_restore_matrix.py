@@ -133,7 +133,7 @@ def read_without_first_moments(folder: Path) -> dict[str, Outcome]:
 def measure(folder: Path) -> dict[tuple[Source, str, int], Outcome]:
     """Write all checkpoints and read all of them; the worst of all ranks."""
     for ranks in WORLD_SIZES:
-        run_ranks(write_all, ranks, folder, timeout_s=60)
+        run_ranks(write_all, ranks, folder)
     for source in SOURCES:
         path, one = (folder / source.label / n for n in (f"step={SAVED_AFTER}.ckpt", "one.ckpt"))
         if source.is_sharded:
@@ -142,7 +142,7 @@ def measure(folder: Path) -> dict[tuple[Source, str, int], Outcome]:
             one.symlink_to(path)
     found: dict[Any, Outcome] = {}
     for ranks in WORLD_SIZES:
-        for answers in run_ranks(read_all, ranks, folder, timeout_s=60):
+        for answers in run_ranks(read_all, ranks, folder):
             for case, (lost, gap) in answers.items():
                 earlier = found.get(case, Outcome([], 0.0))
                 found[case] = Outcome(earlier.lost + lost, max(earlier.gap, gap))

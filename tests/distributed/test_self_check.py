@@ -296,12 +296,12 @@ def on_three_ranks():
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return run_ranks(on_two_ranks, 2, str(tmp_path_factory.mktemp("runs")), timeout_s=60)
+    return run_ranks(on_two_ranks, 2, str(tmp_path_factory.mktemp("runs")))
 
 
 @pytest.fixture(scope="module")
 def three():
-    return run_ranks(on_three_ranks, 3, timeout_s=60)
+    return run_ranks(on_three_ranks, 3)
 
 
 def check_right(found, bound=0.0):

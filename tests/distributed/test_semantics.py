@@ -619,7 +619,7 @@ def compare(group: str) -> dict[str, dict[int, dict[str, Any]]]:
 
 @functools.cache
 def outcome(group: str) -> list[dict[str, dict[int, dict[str, Any]]]]:
-    return run_ranks(compare, 2, group, timeout_s=100)
+    return run_ranks(compare, 2, group)
 
 
 @pytest.mark.parametrize(

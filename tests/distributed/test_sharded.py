@@ -62,7 +62,7 @@ def resume_all(folder: Path) -> dict[Any, Any]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("sharded")
-    run_ranks(save_all, 2, path, timeout_s=110)
+    run_ranks(save_all, 2, path)
     for kind in KINDS:
         assert (
             main(["consolidate", f"{path}/{kind}/half.ckpt", f"{path}/{kind}/consolidated.ckpt"])
@@ -73,7 +73,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_resumes_everywhere(folder, ranks):
-    for found in run_ranks(resume_all, ranks, folder, timeout_s=110):
+    for found in run_ranks(resume_all, ranks, folder):
         losses = found.pop("losses")
         for case, (gap, own) in found.items():
             assert gap <= (0 if ranks == 2 else 2e-6), (case, gap)
@@ -117,6 +117,6 @@ def save_apart(folder: Path) -> str:
 
 
 def test_ranks_that_share_no_storage_are_told_before_a_checkpoint_is_called_complete(tmp_path):
-    for message in run_ranks(save_apart, 2, tmp_path, timeout_s=60):
+    for message in run_ranks(save_apart, 2, tmp_path):
         assert "rank 0 does not see what rank(s) [1] wrote" in message
     assert not any((tmp_path / f"host{rank}" / "x.ckpt").exists() for rank in range(2))

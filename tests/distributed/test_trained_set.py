@@ -296,7 +296,7 @@ def compare(names: list[str], stages: tuple[int, ...]) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict[str, list[str]]]:
-    return run_ranks(compare, 2, list(CASES), STAGES, timeout_s=100)
+    return run_ranks(compare, 2, list(CASES), STAGES)
 
 
 @pytest.mark.parametrize("name", CASES)

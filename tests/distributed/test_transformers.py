@@ -111,7 +111,7 @@ def trained():
 
 
 def test_trace_is_complete_and_numbers_are_those_of_one_process():
-    for found in run_ranks(trained, 2, timeout_s=110):
+    for found in run_ranks(trained, 2):
         for name, (counts, on_access, buckets, gap) in found.items():
             assert counts == {"record": 1, "complete": STEPS - 1}, name
             assert len(set(on_access)) == 1, (name, on_access)  # none after the first step

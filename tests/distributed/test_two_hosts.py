@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.limits import HANG_S
 from tests.helpers.models import Language, difference, equal, weights
 from tests.helpers.programs import finish, run, started
 from tests.helpers.spawn import free_port
@@ -113,9 +114,9 @@ def test_two_hosts_train_as_one(two_hosts, tmp_path):
             context = started([*command, *KINDS], logs[host], GLOO_SOCKET_IFNAME="cable0")
             processes.append(stack.enter_context(context))
         for process, log in zip(processes, logs, strict=True):
-            finish(process, log, timeout_s=60)
+            finish(process, log)
     command = torchrun("--nproc-per-node=2", f"--master-port={free_port()}")
-    run([*command, str(script), str(one), "1", "2", *KINDS], tmp_path / "log", timeout_s=40)
+    run([*command, str(script), str(one), "1", "2", *KINDS], tmp_path / "log")
 
     assert difference(load(one, "ddp", 0)["weights"], weights(Language(steps=4))) > 1e-3
     for kind in KINDS:
@@ -173,7 +174,7 @@ def test_a_host_that_goes_ends_the_other(two_hosts, tmp_path):
 def wait_for(paths: list[Path], processes: list[subprocess.Popen], logs: list[Path]) -> None:
     import time
 
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + HANG_S
     while not all(path.exists() for path in paths):
         for process, log in zip(processes, logs, strict=True):
             assert process.poll() is None, log.read_text()[-3000:]

@@ -91,7 +91,7 @@ def all_cases(world_size: int) -> dict[str, tuple[float, bool]]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_nothing_changes_where_nothing_waits(world_size):
-    for found in run_ranks(all_cases, world_size, world_size, timeout_s=110):
+    for found in run_ranks(all_cases, world_size, world_size):
         over = {key: result for key, result in found.items() if result != (0.0, True)}
         assert found
         assert not over, "\n".join(f"{key}: {result}" for key, result in over.items())

@@ -20,7 +20,6 @@ STAGES = (0, 1, 2, 3)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(GPUS == 0, reason="needs a CUDA device"),
-    pytest.mark.timeout(300),
 ]
 
 

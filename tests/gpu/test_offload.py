@@ -20,7 +20,6 @@ NUMEL = WIDTH * WIDTH * LAYERS
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(GPUS == 0, reason="needs a CUDA device"),
-    pytest.mark.timeout(300),
 ]
 
 

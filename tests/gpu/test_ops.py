@@ -23,7 +23,6 @@ FORMATS = [torch.float32, torch.bfloat16, torch.float16]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.timeout(900),  # the first use builds the library
 ]
 
 

@@ -80,7 +80,7 @@ class Case:
     refused: Mapping[int, str] = field(default_factory=dict)
     """Stages at which it is refused on every rank, and with which words."""
 
-    limit_s: float = 30.0
+    limit_s: float = 180.0
     timeout_s: float | None = None
     """Longest wait for another rank, of a case that lets ranks wait: it gets ranks of its own."""
 

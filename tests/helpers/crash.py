@@ -35,17 +35,15 @@ from lightning_zero.checkpoint.sharded import MARKER, REST
 from lightning_zero.checkpoint.stored import Part, StoredTensor
 from lightning_zero.checkpoint.valid import check_checkpoint, newest_valid
 from tests.helpers import spawn
+from tests.helpers.limits import HANG_S
 from tests.helpers.models import equal, trainer, weights
 
 RANKS = 2
 STEPS = 40
 WIDTH = 256
-START_S = 60.0
-"""Longest time until both ranks train."""
 TIMEOUT_S = 10.0
 SURVIVOR_S = 3 * TIMEOUT_S
 """Longest time until a rank whose peer was killed has ended with an error."""
-RUN_S = 90.0
 TRIES = 5
 
 
@@ -227,9 +225,7 @@ class Campaign:
     def finish(self) -> list[dict[str, Any]]:
         """Go on to the end; what each rank returns."""
         self.figures.runs += 1
-        return spawn.run_ranks(
-            train, RANKS, self.folder, self.setting, self.newest(), None, timeout_s=RUN_S
-        )
+        return spawn.run_ranks(train, RANKS, self.folder, self.setting, self.newest(), None)
 
     def newest(self) -> Path | None:
         """Where to go on; counted as lost if there was a newer one."""
@@ -275,7 +271,7 @@ class Campaign:
         args = (self.folder, self.setting, newest, place)
         processes = [
             spawn.context.Process(
-                target=spawn._rank_main, args=(train, args, rank, RANKS, port, str(place), RUN_S)
+                target=spawn._rank_main, args=(train, args, rank, RANKS, port, str(place), HANG_S)
             )
             for rank in range(RANKS)
         ]
@@ -290,10 +286,10 @@ class Campaign:
     def _wait_for_the_moment(self, place: Path) -> None:
         """Until a step, then at any time or as soon as a save is seen."""
         step = self.chance.randrange(self._newest_step, STEPS - 1)
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + HANG_S
         while min(_steps(place)) < step and not any(place.glob("*.pickle")):
             if time.monotonic() > deadline:
-                raise AssertionError(f"not at step {step} after {START_S} s: {_logs(place)}")
+                raise AssertionError(f"not at step {step} after {HANG_S} s: {_logs(place)}")
             time.sleep(0.002)
         if self.chance.random() < 0.8:
             deadline = time.monotonic() + 0.5
@@ -356,7 +352,7 @@ def main() -> None:
     chosen = parser.parse_args()
     chance = random.Random(chosen.seed)
     with tempfile.TemporaryDirectory(prefix="crash") as place:
-        expected = spawn.run_ranks(uninterrupted, RANKS, timeout_s=RUN_S)
+        expected = spawn.run_ranks(uninterrupted, RANKS)
         total, number = Figures(), 0
         while total.kills < chosen.kills:
             setting = SETTINGS[number % len(SETTINGS)]

@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tests.helpers.limits import HANG_S
+
 ROOT = Path(__file__).parents[2]
 _RANK_NAMES = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -42,13 +44,13 @@ def started(
         process.wait()
 
 
-def run(command: Sequence[str], log: Path, timeout_s: float, **variables: str) -> None:
+def run(command: Sequence[str], log: Path, timeout_s: float = HANG_S, **variables: str) -> None:
     """Run a command that must end well within its time."""
     with started(command, log, **variables) as process:
         finish(process, log, timeout_s)
 
 
-def finish(process: subprocess.Popen[bytes], log: Path, timeout_s: float) -> None:
+def finish(process: subprocess.Popen[bytes], log: Path, timeout_s: float = HANG_S) -> None:
     """Wait for a process that must end well within its time."""
     try:
         code = process.wait(timeout_s)

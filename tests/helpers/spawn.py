@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from tests.helpers.limits import HANG_S
+
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["lightning.pytorch", "lightning_zero"])
 
@@ -39,7 +41,7 @@ class RanksFailed(AssertionError):
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = HANG_S
 ) -> list[Any]:
     """Call ``function(*args)`` on fresh ranks and return what each of them returned."""
     outcomes = try_ranks(function, world_size, *args, timeout_s=timeout_s)
@@ -54,7 +56,7 @@ def run_ranks(
 
 
 def try_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = HANG_S
 ) -> list[Any]:
     """As :func:`run_ranks`, but a rank that raised yields its :class:`RankError`."""
     port = free_port()

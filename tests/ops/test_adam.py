@@ -15,7 +15,7 @@ SIZES = [1, 3, 8, 511, 512, 513, 1000]
 FORMATS = [torch.float32, torch.bfloat16, torch.float16]
 HAS_FMA = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
-pytestmark = [pytest.mark.usefixtures("native"), pytest.mark.timeout(300)]  # it may be built first
+pytestmark = pytest.mark.usefixtures("native")
 
 
 def assert_near(found: Pieces, expected: Pieces, tolerance=2.0**-22):

@@ -32,7 +32,6 @@ from tests.ops.pieces import random_pieces
 SOURCE = "columns_host.cpp"  # includes nothing of torch, and compiles in a second
 NVCC = shutil.which("nvcc")
 
-pytestmark = pytest.mark.timeout(300)
 needs_compiler = pytest.mark.usefixtures("native")
 
 

@@ -14,7 +14,7 @@ from lightning_zero.ops.quantize import (
 
 FORMATS = [torch.float32, torch.bfloat16, torch.float16]
 
-pytestmark = [pytest.mark.usefixtures("native"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.usefixtures("native")
 both_widths = pytest.mark.parametrize("bits", [8, 4])
 
 

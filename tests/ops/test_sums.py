@@ -17,7 +17,7 @@ from lightning_zero.ops.sums import column_squares_reference_, sum_of_squares_re
 
 FORMATS = [torch.float32, torch.bfloat16, torch.float16]
 
-pytestmark = [pytest.mark.usefixtures("native"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.usefixtures("native")
 each_format = pytest.mark.parametrize("dtype", FORMATS)
 
 

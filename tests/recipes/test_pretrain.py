@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.limits import HANG_S
+
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "pretrain.py"
 
@@ -19,7 +21,7 @@ def text_file(tmp_path):
     return path
 
 
-def run_recipe(*arguments, timeout_s=100):
+def run_recipe(*arguments):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     return subprocess.run(
         [sys.executable, str(RECIPE), *map(str, arguments)],
@@ -27,7 +29,7 @@ def run_recipe(*arguments, timeout_s=100):
         env=env,
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=HANG_S,
         check=False,
     )
 
@@ -55,7 +57,6 @@ def test_two_steps_train_report_and_save(tmp_path, text_file):
     assert Path(record["checkpoint"]).is_file()
 
 
-@pytest.mark.timeout(240)
 def test_sweep_ends_with_one_comparison(tmp_path, text_file):
     done = run_recipe(
         "-m",
@@ -66,7 +67,6 @@ def test_sweep_ends_with_one_comparison(tmp_path, text_file):
         "sample_bytes=4",
         f"data.path={text_file}",
         f"hydra.sweep.dir={tmp_path / 'sweep'}",
-        timeout_s=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("Comparison of the jobs") == 1

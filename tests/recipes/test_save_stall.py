@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.helpers.limits import HANG_S
+
 RECIPE = Path(__file__).parents[2] / "recipes" / "save_stall.py"
 
 
@@ -14,7 +16,7 @@ def test_measures_the_case_it_is_asked_for():
         [sys.executable, RECIPE, *small, "--cases", "zero3:sharded"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_S,
         check=False,
         env={**os.environ, "COLUMNS": "200"},
     )

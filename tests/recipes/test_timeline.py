@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from tests.helpers.limits import HANG_S
 from tests.recipes.test_pretrain import ROOT, run_recipe
 
 DRAW = ROOT / "recipes" / "timeline.py"
@@ -12,7 +13,7 @@ DRAW = ROOT / "recipes" / "timeline.py"
 
 def draw(*arguments):
     command = [sys.executable, str(DRAW), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
 
 
 def test_recipe_times_its_steps_and_the_timeline_can_be_drawn(tmp_path):

@@ -15,8 +15,6 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ("lightning_zero", "conf", "cuda", "pyproject.toml", "README.md", "LICENSE")
 SHIPPED = {".py", ".yaml", ".md", ".cpp", ".cu", ".cuh", ".h", ".typed"}
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def run(*command, **options):
     done = subprocess.run(

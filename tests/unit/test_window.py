@@ -18,9 +18,9 @@ from lightning_zero.memory import io_threads
 from lightning_zero.memory.state_file import StateFile
 from lightning_zero.memory.window import Window
 from tests.helpers.forks import forked
+from tests.helpers.limits import HANG_S
 
 MIB = 2**20
-TIMEOUT_S = 20
 
 
 class Gated(StateFile):
@@ -36,12 +36,12 @@ class Gated(StateFile):
 
     def read(self, offset_nbytes, into):
         self.attempts += 1
-        assert self.may_read.wait(TIMEOUT_S)
+        assert self.may_read.wait(HANG_S)
         super().read(offset_nbytes, into)
         self._say(self.reads, offset_nbytes)
 
     def write(self, offset_nbytes, data):
-        assert self.may_write.wait(TIMEOUT_S)
+        assert self.may_write.wait(HANG_S)
         super().write(offset_nbytes, data)
         self._say(self.writes, offset_nbytes)
 
@@ -52,7 +52,7 @@ class Gated(StateFile):
 
     def wait_until(self, condition):
         with self._said:
-            assert self._said.wait_for(condition, TIMEOUT_S)
+            assert self._said.wait_for(condition, HANG_S)
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_a_read_on_its_way_is_not_mixed_with_what_is_written(opened):
     assert file.writes == []
     file.may_read.set()
     assert (read.wait() == 0).all()
-    writer.join(TIMEOUT_S)
+    writer.join(HANG_S)
     read.release()
     assert values(window, 1) == [9]
 
@@ -381,9 +381,9 @@ def test_a_thread_that_waits_is_woken_by_close(opened):
     waiter.start()
     closer = threading.Thread(target=window.close)
     closer.start()
-    waiter.join(TIMEOUT_S)
+    waiter.join(HANG_S)
     file.may_read.set()
-    closer.join(TIMEOUT_S)
+    closer.join(HANG_S)
     assert "the window of states was closed" in errors[0]
     assert (reads[0].wait() == 0).all()  # what had begun is there
     assert not closer.is_alive()

@@ -96,7 +96,7 @@ def resume(name, title, tolerance, **options):
         return uninterrupted(user) if user.stage is None else gone_on(user, **chosen)
 
     ranks = options.get("ranks", 2)
-    CASES.add("A21", name, title, run, tolerance=tolerance, ranks=ranks, limit_s=60)
+    CASES.add("A21", name, title, run, tolerance=tolerance, ranks=ranks)
 
 
 resume("everywhere", "Saved here, continued at every stage and by DDP", 0.0)

@@ -253,6 +253,7 @@ def interrupted(user):
     (user.folder / f"{user.rank}.pid").write_text(str(os.getpid()))
 
     def loss(module, batch):
+        begins_s.append(time.monotonic())
         while module.index == 1 and module.global_rank == 1:
             pids = [int(path.read_text()) for path in user.folder.glob("*.pid")]
             time.sleep(0.2)
@@ -260,13 +261,13 @@ def interrupted(user):
                 os.kill(pid, signal.SIGINT)
         return module.w * batch
 
-    begin_s = time.monotonic()
+    begins_s: list[float] = []
     try:
         user.fit(Small(loss, [[1.0] * 3], w=0.0))
         has_ended = False
     except (SystemExit, KeyboardInterrupt):
         has_ended = True
-    return {"ended": has_ended, "soon": time.monotonic() - begin_s}
+    return {"ended": has_ended, "soon": time.monotonic() - begins_s[-1]}
 
 
 # A05: forwards of different length.

@@ -47,7 +47,7 @@ if __name__ == "__main__":
 def found_in(folder: Path) -> dict[str, list[tuple[float, bool]]]:
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    run([sys.executable, str(script), str(folder)], folder / "log", timeout_s=60)
+    run([sys.executable, str(script), str(folder)], folder / "log")
     return json.loads((folder / "found.json").read_text())
 
 

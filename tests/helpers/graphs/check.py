@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_zero import ShardGroups
 from tests.helpers.graphs.runs import Record, train_alone, train_sharded
 from tests.helpers.graphs.spec import Graph, Op, Plan, When
+from tests.helpers.limits import HANG_S
 from tests.helpers.spawn import RanksFailed, run_ranks
 
 BOUND = 1e-12
@@ -149,7 +150,7 @@ def _without_bound(graph: Graph) -> Graph:
 
 def check(
     graphs: Sequence[Graph],
-    timeout_s: float,
+    timeout_s: float = HANG_S,
     *,
     stop: bool = False,
     train: Train = train_sharded,
