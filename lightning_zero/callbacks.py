@@ -17,6 +17,7 @@ from lightning_zero.engine import ZeroEngine
 from lightning_zero.observe.recorder import SILENT, Recorder, Recorders
 from lightning_zero.observe.timeline import MERGED_NAME, Timeline, merge, rank_file
 from lightning_zero.observe.timers import StepTimers, StepTimes, shown_kinds, step_line, summary
+from lightning_zero.plan.zenflow import ZenFlowConfig
 from lightning_zero.self_check import Report, SelfCheck
 
 
@@ -45,16 +46,23 @@ class SelfChecks:
 
     Args:
         steps: Optimizer steps to compare; None or 0 for none.
+        zenflow: Options of ZenFlow, where it is used.
 
     Raises:
-        ValueError: This is no number of steps.
+        ValueError: This is no number of steps, or there is nothing that it could be compared with.
     """
 
-    def __init__(self, steps: int | None = None) -> None:
+    def __init__(self, steps: int | None = None, zenflow: ZenFlowConfig | None = None) -> None:
         is_number = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0
         if steps is not None and not is_number:
             raise ValueError(
                 f"self_check must be a number of optimizer steps, 0 or None for none, got {steps!r}"
+            )
+        if steps and zenflow is not None and zenflow.is_behind:
+            raise ValueError(
+                f"self_check={steps} compares with plain training, and zenflow steps the rest later"
+                " by its nature: check with update_interval=1 and without overlap_step, or remove"
+                " one of the two"
             )
         self._steps = steps or 0
         self._trainer: Any = None

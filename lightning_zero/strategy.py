@@ -193,7 +193,7 @@ class ZeroStrategy(CheckpointingStrategy):
         self._on_nonfinite = on_nonfinite_of(nonfinite_gradients)
         self._batches = EvenBatches(uneven_batches)
         self._observer = StepObserver(wall_clock_breakdown, timeline)
-        self._self_checks = SelfChecks(self_check)
+        self._self_checks = SelfChecks(self_check, self.options.offload.zenflow)
         self._trace_log = TraceLog()
         super().__init__(
             checkpoint,

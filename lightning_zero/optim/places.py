@@ -21,6 +21,7 @@ from lightning_zero.optim.pieces import PieceTable
 from lightning_zero.optim.streamed import StreamedMaster
 from lightning_zero.optim.updaters import TOLD, HostUpdater, Updater
 from lightning_zero.optim.zenflow import ZenFlowMaster, ZenFlowUpdater, check_zenflow
+from lightning_zero.optim.zenflow.home import PickingHome
 from lightning_zero.optim.zenflow.rest import RestSteps, WorkerSteps
 from lightning_zero.params.bucket import ParameterBucket
 from lightning_zero.params.shard_homes import FileShard, HostShard, MakeHome, ShardHome
@@ -117,11 +118,13 @@ class Places:
         if self.link is None or not is_on_host:
             return MasterShard(bucket, GradientBucket(*place, wire_dtype), self._has_copies)
         stepped = torch.promote_types(bucket.dtype, torch.float32)
-        home = HostHome(self.link, torch.promote_types(wire_dtype, bucket.dtype) == stepped)
-        gradients = GradientBucket(*place, wire_dtype, home)
+        keeps_factors = torch.promote_types(wire_dtype, bucket.dtype) == stepped
         if self._plan.zenflow is not None:
-            place_of = gradients, home, self.link, self._staging
-            return ZenFlowMaster(bucket, *place_of, self._plan.zenflow, self._rest_steps())
+            picking = PickingHome(self.link, keeps_factors)
+            place_of = picking, self.link, self._staging, self._plan.zenflow, self._rest_steps()
+            return ZenFlowMaster(bucket, GradientBucket(*place, wire_dtype, picking), *place_of)
+        home = HostHome(self.link, keeps_factors)
+        gradients = GradientBucket(*place, wire_dtype, home)
         if self._states is None:
             return HostMaster(bucket, gradients, home, self.link, self._staging)
         states = states_of(bucket, optimizers)

@@ -115,6 +115,11 @@ class ZenFlowConfig:
             )
 
     @property
+    def is_behind(self) -> bool:
+        """Whether something is stepped later than without ZenFlow."""
+        return self.overlap_step or self.update_interval != 1
+
+    @property
     def counts_epochs(self) -> bool:
         """Whether columns are chosen anew after epochs, not after steps."""
         return self.select_strategy != "step"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from lightning_zero import ShardGroups
 from lightning_zero.optim import bucket_steps
+from lightning_zero.optim.zenflow.home import PickingHome
 from tests.distributed.test_offload import AT_STAGE_3, CASES, STAGES
 from tests.helpers.late_link import LateLink
 from tests.helpers.offloading import Case, gap, late_copies, make_net, trained
@@ -58,6 +59,24 @@ def own_steps() -> Iterator[None]:
         bucket_steps._gains = gains
 
 
+@contextmanager
+def counted_picks() -> Iterator[list[bool]]:
+    """Of each look at picked columns, whether they held."""
+    found: list[bool] = []
+    picked = PickingHome.picked
+
+    def counting(home: PickingHome, bucket: Any, slot: int) -> Any:
+        columns = picked(home, bucket, slot)
+        found.append(columns is not None)
+        return columns
+
+    PickingHome.picked = counting
+    try:
+        yield found
+    finally:
+        PickingHome.picked = picked
+
+
 def difference(
     case: Case, options: Mapping[str, Any], stage: int, groups: ShardGroups, is_late: bool
 ) -> tuple[float, bool]:
@@ -72,10 +91,12 @@ def difference(
     return gap(plain, found), is_trained and (not is_late or late.late_count > 0)
 
 
-def all_cases(world_size: int) -> dict[str, tuple[float, bool]]:
+def all_cases(world_size: int) -> tuple[dict[str, tuple[float, bool]], float]:
+    """Of each training what is changed, and in how many steps columns were on the device."""
     dist.init_process_group("gloo")
     groups = ShardGroups.create()
     found = {}
+    held: list[bool] = []
     for number, (name, case) in enumerate(ADAM.items()):
         stages: tuple[int, ...] = STAGES
         if name not in EVERYWHERE:
@@ -85,13 +106,16 @@ def all_cases(world_size: int) -> dict[str, tuple[float, bool]]:
         for stage in stages:
             options = OPTIONS[(number + stage) % len(OPTIONS)]
             key = f"{name}: stage {stage} {options}"
-            found[key] = difference(case, options, stage, groups, world_size > 1)
-    return found
+            with counted_picks() as picks:
+                found[key] = difference(case, options, stage, groups, world_size > 1)
+            held += picks
+    return found, sum(held) / len(held)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_nothing_changes_where_nothing_waits(world_size):
-    for found in run_ranks(all_cases, world_size, world_size):
+    for found, held in run_ranks(all_cases, world_size, world_size):
         over = {key: result for key, result in found.items() if result != (0.0, True)}
         assert found
+        assert held > 0.5 if world_size > 1 else held == 0  # a CPU has nothing to pick from
         assert not over, "\n".join(f"{key}: {result}" for key, result in over.items())

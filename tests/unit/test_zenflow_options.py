@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero import ShardGroups, ZenFlowConfig, ZeroEngine, ZeroOptions
+from lightning_zero import ShardGroups, ZenFlowConfig, ZeroEngine, ZeroOptions, ZeroStrategy
 from lightning_zero.optim.zenflow.columns import (
     ChosenColumns,
     PieceColumns,
@@ -91,6 +91,14 @@ def test_other_optimizers_are_refused(make, words):
     options = ZeroOptions(stage=2, offload_optimizer="cpu", zenflow={})
     with pytest.raises(ValueError, match=words):
         ZeroEngine(net, [make(net.parameters())], options, ShardGroups.create())
+
+
+@pytest.mark.parametrize("options", [{}, {"update_interval": 1, "overlap_step": True}])
+def test_a_self_check_has_to_have_something_to_compare_with(options):
+    chosen = {"stage": 2, "offload_optimizer": "cpu", "zenflow": options}
+    with pytest.raises(ValueError, match="self_check=2 compares with plain training"):
+        ZeroStrategy(**chosen, self_check=2)
+    ZeroStrategy(**{**chosen, "zenflow": {"update_interval": 1}}, self_check=2)
 
 
 def test_somebody_has_to_tell_when_an_epoch_begins():

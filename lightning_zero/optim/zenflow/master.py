@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.grads.bucket import GradientBucket
-from lightning_zero.grads.homes import HostHome
 from lightning_zero.memory.link import HostLink, Staging
 from lightning_zero.optim.masters import HostMaster, shard_in_memory
 from lightning_zero.optim.pieces import MasterPiece
+from lightning_zero.optim.zenflow.home import PickingHome
 from lightning_zero.optim.zenflow.part import Part
 from lightning_zero.optim.zenflow.rest import RestSteps
 from lightning_zero.params.bucket import ParameterBucket
@@ -40,7 +40,7 @@ class ZenFlowMaster(HostMaster):
         self,
         parameters: ParameterBucket,
         gradients: GradientBucket,
-        home: HostHome,
+        home: PickingHome,
         link: HostLink,
         staging: Staging,
         config: ZenFlowConfig,
@@ -48,6 +48,7 @@ class ZenFlowMaster(HostMaster):
     ) -> None:
         self._config = config
         self._steps = steps
+        self._picking = home
         self._parts: dict[MasterPiece, Part] = {}
         super().__init__(parameters, gradients, home, link, staging)
         self._copy: Tensor | None = None
@@ -74,7 +75,8 @@ class ZenFlowMaster(HostMaster):
     def part(self, piece: MasterPiece) -> Part:
         """What is known of one of its pieces."""
         if piece not in self._parts:
-            self._parts[piece] = Part(piece, self._link, self._steps, self._config.offload)
+            place = self._picking, self._link, self._steps
+            self._parts[piece] = Part(piece, *place, self._config.offload)
         return self._parts[piece]
 
     def adopt(self, optimizer: Optimizer, pieces: Sequence[MasterPiece]) -> None:

@@ -22,6 +22,7 @@ from lightning_zero.optim.zenflow.columns import (
     PieceColumns,
     columns_of,
 )
+from lightning_zero.optim.zenflow.home import PickingHome
 from lightning_zero.optim.zenflow.rest import RestSteps
 from lightning_zero.params.dense import flatten
 from lightning_zero.worker.jobs import AdamOptions, accumulate
@@ -59,15 +60,22 @@ class Part:
 
     Args:
         piece: The piece; its master is in host memory.
+        home: Where the bucket's gradients are.
         link: The way between the device and the host.
         steps: Who steps the rest.
         keeps_averages_on_host: Between steps the averages of important columns are in host memory.
     """
 
     def __init__(
-        self, piece: MasterPiece, link: HostLink, steps: RestSteps, keeps_averages_on_host: bool
+        self,
+        piece: MasterPiece,
+        home: PickingHome,
+        link: HostLink,
+        steps: RestSteps,
+        keeps_averages_on_host: bool,
     ) -> None:
         self.piece = piece
+        self._home = home
         self._link = link
         self._steps = steps
         self._keeps_averages_on_host = keeps_averages_on_host
@@ -135,9 +143,9 @@ class Part:
         for key in AVERAGES:
             state[key] = self._steps.owned(state[key])
         if not self.is_matrix and self.chosen is None:
-            self.chosen = ChosenColumns(
-                self.place, torch.zeros(1, dtype=torch.int64), self._link.device
-            )
+            only = torch.zeros(1, dtype=torch.int64)
+            self.chosen = ChosenColumns(self.place, only, self._link.device)
+            self._home.choose(self.piece.piece, self.chosen)
         if is_master_new or not self._is_in_line():
             self._bring_up()
 
@@ -157,6 +165,7 @@ class Part:
         if entry["chosen"] is not None:
             indices = torch.tensor(entry["chosen"], dtype=torch.int64)
             self.chosen = ChosenColumns(self.place, indices, self._link.device)
+            self._home.choose(self.piece.piece, self.chosen)
         self.waited = entry["waited"]
         if waiting is not None and self.waited:
             stride = self.piece.slot.stride if self.piece.is_whole else (1,)
@@ -178,6 +187,7 @@ class Part:
         """Other columns are important from now on; int64, ascending."""
         self.bring_down()
         self.chosen = ChosenColumns(self.place, indices, self._link.device)
+        self._home.choose(self.piece.piece, self.chosen)
         self._bring_up()
 
     def _bring_up(self) -> None:
@@ -264,13 +274,22 @@ class Part:
         if self.chosen is None or not self.chosen.numel and not self._packed:
             return
         self.counts[self.chosen.indices] += 1
-        grad = self._upwards(self.chosen.gather(self.flat_grad()))
+        grad = self._picked()
+        if grad is None:
+            grad = self._upwards(self.chosen.gather(self.flat_grad()))
         master, *averages = self._packed
         there = [self._upwards(average) for average in averages]
         self.chosen.step_(AdamStates(master, *there), grad, self.counts, options)
         for average, stepped in zip(averages, there, strict=True):
             if average is not stepped:
                 average.copy_(stepped)
+
+    def _picked(self) -> Tensor | None:
+        """The important columns of the gradient, where they are on the device already."""
+        master = self.piece.master
+        if master.has_made_grad:  # type: ignore[attr-defined]  # it is on the host
+            return None
+        return self._home.picked(master.gradients, self.piece.piece.slot)
 
     def wait(self, factor: float) -> None:
         """Add the gradient to those that wait for the end of the window."""
