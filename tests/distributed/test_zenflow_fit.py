@@ -39,11 +39,13 @@ class Net(pl.LightningModule):
         return DataLoader(data, 2)  # type: ignore[arg-type]  # a tensor is a dataset
 
 
-def fit(folder: str, epochs: int, ckpt_path: Any = None, **options: Any) -> tuple[Net, Any]:
+def fit(
+    folder: str, epochs: int, ckpt_path: Any = None, form: Any = "consolidated", **options: Any
+) -> tuple[Net, Any]:
     torch.manual_seed(0)
     zenflow = {"topk_ratio": 0.4, "update_interval": 2, "select_interval": 1, **options}
     trainer = pl.Trainer(
-        strategy=ZeroStrategy(stage=2, offload_optimizer="cpu", zenflow=zenflow),
+        strategy=ZeroStrategy(stage=2, offload_optimizer="cpu", zenflow=zenflow, checkpoint=form),
         accelerator="cpu",
         devices=1,
         max_epochs=epochs,
@@ -66,6 +68,9 @@ def fits(folder: str) -> dict[str, Any]:
     trainer.save_checkpoint(f"{folder}/two.ckpt")
     whole, _ = fit(folder, 3)
     rest, _ = fit(folder, 3, f"{folder}/two.ckpt")
+    _, trainer = fit(folder, 2, form="sharded")
+    trainer.save_checkpoint(f"{folder}/two")
+    sharded, _ = fit(folder, 3, f"{folder}/two")
     other, _ = fit(folder, 3, select_interval=2, full_warm_up_rounds=1)
     return {
         "two": two.clocks,
@@ -73,6 +78,7 @@ def fits(folder: str) -> dict[str, Any]:
         "rest": rest.clocks,
         "other": [clock[2] for clock in other.clocks],
         "is_equal": torch.equal(rest.layer.weight, whole.layer.weight),
+        "is_equal_sharded": torch.equal(sharded.layer.weight, whole.layer.weight),
     }
 
 
@@ -83,4 +89,5 @@ def test_columns_are_chosen_when_an_epoch_begins_and_accumulation_is_the_trainer
     assert found["two"] == [*first, [4, 1, 0, 1], [5, 0, 0, 1], [6, 1, 0, 1]]
     assert found["rest"] == found["whole"][5:]
     assert found["is_equal"]
+    assert found["is_equal_sharded"]
     assert found["other"] == [0, 0, 0, 1, 1, 1, 0, 0, 0]

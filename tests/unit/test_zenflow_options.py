@@ -93,6 +93,13 @@ def test_other_optimizers_are_refused(make, words):
         ZeroEngine(net, [make(net.parameters())], options, ShardGroups.create())
 
 
+def test_double_precision_is_refused():
+    net = nn.Linear(3, 3, dtype=torch.float64)
+    options = ZeroOptions(stage=2, offload_optimizer="cpu", zenflow={})
+    with pytest.raises(ValueError, match="some parameters are fp64, which would lose precision"):
+        ZeroEngine(net, [torch.optim.AdamW(net.parameters())], options, ShardGroups.create())
+
+
 @pytest.mark.parametrize("options", [{}, {"update_interval": 1, "overlap_step": True}])
 def test_a_self_check_has_to_have_something_to_compare_with(options):
     chosen = {"stage": 2, "offload_optimizer": "cpu", "zenflow": options}

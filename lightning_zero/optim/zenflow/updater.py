@@ -48,6 +48,11 @@ def check_zenflow(optimizers: Sequence[Optimizer]) -> None:
             raise ValueError(
                 f"zenflow does not know {kind.__name__}(amsgrad=True): remove one of the two"
             )
+        if any(p.dtype == torch.float64 for p in parameters_of(optimizer)):
+            raise ValueError(
+                "zenflow steps master weights of fp32, and some parameters are fp64, which would"
+                " lose precision: train in another precision, or remove zenflow"
+            )
 
 
 class ZenFlowUpdater(HostUpdater):
