@@ -13,6 +13,7 @@ of it in the agreement before the optimizer step, and reduce once more.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -187,11 +188,17 @@ class GradientReducer:
     def _watch(
         self, bucket: GradientBucket, slot: int, parameter: nn.Parameter
     ) -> Iterator[_compat.NodeHandle | _compat.RemovableHandle]:
+        # Nodes of the graph hold their hooks where no collector looks: what those keep alive stays.
+        reducer, own = weakref.ref(self), weakref.ref(bucket)
+
         def before() -> None:
-            bucket.note_face(slot)
+            if (bucket := own()) is not None:
+                bucket.note_face(slot)
 
         def after(parameter: nn.Parameter) -> None:
-            self._on_gradient(bucket, slot, parameter)
+            this, bucket = reducer(), own()
+            if this is not None and bucket is not None:
+                this._on_gradient(bucket, slot, parameter)
 
         yield _compat.before_gradient(parameter, before)
         yield _compat.after_gradient(parameter, after)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
+from lightning_zero import ShardGroups, ZeroEngine, ZeroOptions
 from tests.helpers.single import (
     adamw,
     assert_equal,
@@ -32,6 +35,19 @@ def compare(stage, make_optimizer=adamw, steps=4, clip=None, options=None, **mod
         found = train_zero(engine, optimizer, steps, clip)
     assert found == expected
     assert_equal(weights(ours), weights(plain))
+
+
+@every_stage
+def test_what_is_dropped_without_an_end_is_freed(stage):
+    """Nobody has to close an engine: model, engine and their memory go with their last name."""
+    model = make_model()
+    optimizer = adamw(model)
+    engine = ZeroEngine(model, [optimizer], ZeroOptions(stage=stage), ShardGroups.create())
+    train_zero(engine, optimizer, steps=1)
+    dropped = [weakref.ref(each) for each in (model, engine, *model.parameters(), *engine.buckets)]
+    del model, optimizer, engine
+    gc.collect()
+    assert [ref() for ref in dropped] == [None] * len(dropped)
 
 
 @every_stage
