@@ -120,6 +120,9 @@ class Collectives(ABC):
             what: What the ranks meet for, for the error if one does not come.
         """
 
+    def end(self) -> None:  # noqa: B027  (one rank has nothing to end)
+        """End the process group; to be called on all ranks, and nothing else after it."""
+
     @abstractmethod
     def advance(self) -> None:
         """Begin a new generation of keys."""

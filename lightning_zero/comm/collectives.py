@@ -118,6 +118,10 @@ class _GroupCollectives(Collectives):
         self._generation = 0
         self._rank_zero = dist.get_global_rank(group, 0)
 
+    def end(self) -> None:
+        """See the base class."""
+        dist.destroy_process_group(self._group)
+
     def all_reduce(self, flat: Tensor) -> Handle:
         """See the base class."""
         work = dist.all_reduce(flat, group=self._group, async_op=True)

@@ -12,6 +12,7 @@ takes the ones that came to rest last.
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -19,9 +20,11 @@ import torch.distributed as dist
 
 from lightning_zero.comm.api import Collectives
 from lightning_zero.comm.collectives import choose_collectives
-from lightning_zero.comm.reads import CollectiveReads, OwnReads, ShardReads, make_reads
+from lightning_zero.comm.messages import make_reads
+from lightning_zero.comm.reads import CollectiveReads, OwnReads, ShardReads
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+MAX_FREEING_S = 1.0
 ProcessGroup = dist.ProcessGroup
 
 
@@ -86,6 +89,29 @@ class ShardGroups:
         key, self._key = self._key, None
         if key is not None:
             _resting.append((key, self._twin()))
+
+    def end(self) -> None:
+        """End these groups, which may be in the middle of something.
+
+        For all ranks to call at the same point, when nobody uses the groups any more.
+        """
+        key, self._key = self._key, None
+        if key is None or key.world is not dist.group.WORLD:
+            return  # one rank has none, and those of a default group that is gone went with it
+        if self._reads is not None:
+            self._reads.end()
+        for collectives in {self.gradients, self.parameters, self.control}:
+            collectives.end()
+        if self._background is not None:
+            dist.destroy_process_group(self._background)
+        # Who frees a group waits for what is under way in it, and that may be until its timeout.
+        held = [self.gradients, self.parameters, self.control, self._reads, self._background]
+        alone = choose_collectives(None)
+        self.gradients = self.parameters = self.control = alone
+        self._reads = self._background = None
+        freeing = threading.Thread(target=held.clear, name="end of groups", daemon=True)
+        freeing.start()
+        freeing.join(MAX_FREEING_S)
 
     def _twin(self) -> ShardGroups:
         twin = ShardGroups(self.gradients, self.parameters, self.control, self._timeout)

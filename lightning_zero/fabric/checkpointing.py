@@ -21,6 +21,7 @@ from lightning_zero.checkpoint.stored import loaded, read_when_loaded
 from lightning_zero.checks import check_form, check_storage_options
 from lightning_zero.comm import ShardGroups
 from lightning_zero.comm.agreed import failing_together
+from lightning_zero.fabric.loans import LOANS
 from lightning_zero.fabric.models import SetUpModels, ZeroModule
 from lightning_zero.formats import form_of
 from lightning_zero.params.sliced import opened
@@ -199,7 +200,9 @@ class CheckpointingStrategy(DDPStrategy):
 
     def _shard_groups(self) -> ShardGroups:
         """Groups for what no engine does; to be called on all ranks, the first time."""
-        self._groups = self._groups or ShardGroups.create(self._timeout)
+        if self._groups is None:
+            self._groups = LOANS.lend(self._timeout)
+            LOANS.keep(self, self._groups)
         return self._groups
 
     def _failing_together(self, what: str) -> AbstractContextManager[None]:

@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.checks import check_backend, check_started_ranks, warn_of_idle_options
-from lightning_zero.comm import ShardGroups
 from lightning_zero.comm.groups import DEFAULT_TIMEOUT
 from lightning_zero.config import (
     GatherBy,
@@ -39,6 +38,7 @@ from lightning_zero.config import (
 )
 from lightning_zero.engine import ZeroEngine, engine_of
 from lightning_zero.fabric.checkpointing import CheckpointingStrategy
+from lightning_zero.fabric.loans import LOANS
 from lightning_zero.fabric.models import ZeroModule
 from lightning_zero.fabric.precision import ZeroHalfPrecision
 from lightning_zero.fabric.steps import StepGuard
@@ -250,8 +250,9 @@ class ZeroStrategy(CheckpointingStrategy):
                 " then make the optimizer and set it up, `fabric.setup_optimizers(optimizer)`"
             )
         check_backend(self.process_group_backend, self.root_device.type)
-        groups = ShardGroups.create(self._timeout)
+        groups = LOANS.lend(self._timeout)
         engine = ZeroEngine(module, optimizers, self.options, groups)
+        LOANS.keep(engine, groups)
         model = ZeroModule(module, engine)
         self._models.add(model)
         warn_of_idle_options(engine)
@@ -291,7 +292,7 @@ class ZeroStrategy(CheckpointingStrategy):
         """
         model = self._model(module)
         model.close()
-        model.engine.groups.rest()
+        LOANS.take_back(model.engine)
         if isinstance(self.precision, ZeroHalfPrecision):
             self.precision.release(model.module)
         for optimizer in model.engine.optimizers:
@@ -301,6 +302,9 @@ class ZeroStrategy(CheckpointingStrategy):
     def teardown(self) -> None:
         for model in self._models:
             model.close()
+            LOANS.take_back(model.engine)
+        LOANS.take_back(self)
+        self._groups = None
         super().teardown()
 
     def _model(self, module: nn.Module) -> ZeroModule:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero import ShardGroups
-from lightning_zero.comm.reads import MessageReads
+from lightning_zero.comm.messages import MessageReads
 from tests.helpers.spawn import RanksFailed, run_ranks
 
 NUMEL, KEYS, VERSIONS = 1000, 3, 40
