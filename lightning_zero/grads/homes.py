@@ -10,6 +10,7 @@ dtype: without offload that copy alone would have been multiplied.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -18,6 +19,9 @@ from torch import Tensor
 from lightning_zero.memory.link import HostLink, Transfer
 from lightning_zero.memory.pool import BufferPool
 from lightning_zero.plan.layout import BucketLayout
+
+Memory = Callable[[int, torch.dtype], Tensor]
+"""Gives 1-D memory of so many elements."""
 
 
 class Reduced(Protocol):
@@ -56,6 +60,16 @@ class Landing(NamedTuple):
     """What has landed is to be added to the gradient on the host."""
 
 
+class Arrivals:
+    """Is told of a gradient in host memory; this one does nothing with it."""
+
+    def on_arrived(self) -> None:
+        """All that the latest backward has for the gradient is in it."""
+
+    def before_change(self) -> None:
+        """It is about to be written to, or is lost: whoever reads it has to be done with it."""
+
+
 class DeviceHome:
     """Gradients stay on the device; reductions end in them.
 
@@ -92,6 +106,14 @@ class DeviceHome:
     def settle(self, bucket: Reduced) -> None:
         """Wait until all that was reduced is in the gradient."""
 
+    def look(self, bucket: Reduced) -> bool:
+        """Take in what has arrived; does not wait.
+
+        Returns:
+            Whether all that was reduced is in the gradient.
+        """
+        return True
+
     def drop(self) -> None:
         """Forget what is under way, after an error."""
 
@@ -105,11 +127,15 @@ class HostHome(DeviceHome):
     Args:
         link: The way there.
         keeps_factors: What has been multiplied stays so after a step; else it is done to a copy.
+        memory: Gives the memory of the gradient; None for the link's.
     """
 
-    def __init__(self, link: HostLink, keeps_factors: bool) -> None:
+    def __init__(self, link: HostLink, keeps_factors: bool, memory: Memory | None = None) -> None:
         super().__init__(torch.device("cpu"))
         self._link = link
+        self._memory = memory or link.zeros
+        self.arrivals = Arrivals()
+        """Who is told when a gradient is there."""
         self._keeps_factors = keeps_factors
         self._leaving: list[tuple[Transfer, Tensor | None]] = []
         self.factors: dict[int, Tensor] = {}
@@ -117,7 +143,7 @@ class HostHome(DeviceHome):
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """See the base class."""
-        return self._link.zeros(numel, dtype)
+        return self._memory(numel, dtype)
 
     def landing(self, bucket: Reduced, accumulate: bool, pool: BufferPool) -> Landing:
         """See the base class."""
@@ -132,7 +158,7 @@ class HostHome(DeviceHome):
         """See the base class."""
         staging = None
         if landing.joins:
-            staging = self.zeros(landing.out.numel(), landing.out.dtype)
+            staging = self._link.zeros(landing.out.numel(), landing.out.dtype)
         target = bucket.shard_grad if staging is None else staging
         transfer = self._link.to_host(landing.out, target)
         self._leaving.append((transfer, staging))
@@ -140,20 +166,32 @@ class HostHome(DeviceHome):
 
     def settle(self, bucket: Reduced) -> None:
         """See the base class."""
+        if not self._leaving:
+            return
         for transfer, staging in self._leaving:
             transfer.wait_on_host()
             if staging is not None:
                 bucket.shard_grad.add_(staging)
             bucket.note_sum_spread()
         self._leaving.clear()
+        self.arrivals.on_arrived()
+
+    def look(self, bucket: Reduced) -> bool:
+        """See the base class."""
+        if any(not transfer.is_done() for transfer, _ in self._leaving):
+            return False
+        self.settle(bucket)
+        return True
 
     def drop(self) -> None:
         """See the base class."""
+        self.arrivals.before_change()
         self._leaving.clear()
         self.factors.clear()
 
     def before_accumulation(self, bucket: Reduced, kept: set[int]) -> None:
         """See the base class."""
+        self.arrivals.before_change()
         self.end_step()
         self.factors = {slot: f for slot, f in self.factors.items() if slot in kept}
         self.apply_factors(bucket)

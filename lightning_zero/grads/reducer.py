@@ -76,6 +76,8 @@ class GradientReducer:
         self._on_finish = on_finish
         self._in_flight: deque[_Reduction] = deque()
         self._leaving: deque[tuple[Transfer, list[Tensor], GradientBucket | None]] = deque()
+        self._arriving: list[GradientBucket] = []
+        """Buckets whose gradients are on their way to the host."""
         self._next = -1
         self._scope_depth = 0
         self._is_running = False
@@ -124,6 +126,7 @@ class GradientReducer:
         while self._in_flight:
             self._retire()
         self._reuse(leave=0)
+        self._arriving.clear()
         for bucket in self.buckets:
             bucket.home.settle(bucket)
             bucket.show_faces()
@@ -172,6 +175,7 @@ class GradientReducer:
         for bucket in self.buckets:
             bucket.drop()
         self._leaving.clear()
+        self._arriving.clear()
         self._next = len(self.buckets) - 1
         self._is_running = False
         self._scope_depth = 0
@@ -283,6 +287,7 @@ class GradientReducer:
         if reduction.landing.is_borrowed:
             buffers.append(reduction.landing.out)
         reduction.bucket.buffer = None
+        self._arriving = [b for b in (*self._arriving, reduction.bucket) if not b.home.look(b)]
         if transfer is not None:
             joining = reduction.bucket if reduction.landing.joins else None
             self._leaving.append((transfer, buffers, joining))

@@ -27,6 +27,10 @@ class Transfer(ABC):
     def wait_on_host(self) -> None:
         """Block until the copy is done: the host may read its target, and write to its source."""
 
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Whether :meth:`wait_on_host` would return at once."""
+
 
 class HostLink(ABC):
     """The way between one device and host memory.
@@ -90,6 +94,10 @@ class _Copied(Transfer):
     def wait_on_host(self) -> None:
         """See the base class."""
 
+    def is_done(self) -> bool:
+        """See the base class."""
+        return True
+
 
 class CpuLink(HostLink):
     """Host memory is the device's, see [Note: two memories]."""
@@ -146,6 +154,10 @@ class _Recorded(Transfer):
     def wait_on_host(self) -> None:
         """See the base class."""
         self._event.synchronize()
+
+    def is_done(self) -> bool:
+        """See the base class."""
+        return bool(self._event.query())
 
 
 class Staging:

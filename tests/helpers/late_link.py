@@ -54,6 +54,9 @@ class _Late(Transfer):
         if self in self._read:  # earlier ones of this direction are done, too
             del self._read[: self._read.index(self) + 1]
 
+    def is_done(self) -> bool:
+        return self._is_done
+
     def run(self) -> None:
         with torch.no_grad():
             self._target.copy_(self.source)
