@@ -154,6 +154,12 @@ class ZeroOptions:
                 f"offload_optimizer needs stage 1, 2 or 3, got stage {self.stage}: where nothing is"
                 " sharded, every rank of a host would keep and step all states there"
             )
+        if plan.steps_ahead and not self.policy.shards_gradients:
+            raise ValueError(
+                f"super_offload needs stage 2 or 3, got stage {self.stage}, which keeps whole"
+                " gradients until the last backward of a step: choose stage 2, or remove"
+                " super_offload"
+            )
         if plan.parameters is not None and not self.policy.shards_parameters:
             raise ValueError(
                 f"offload_parameters needs stage 3, got stage {self.stage}, which keeps all"

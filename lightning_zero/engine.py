@@ -185,7 +185,8 @@ class ZeroEngine:
         3 reduce every backward, since whole gradients are what they save.
         """
         if self._policy.shards_gradients:
-            yield
+            with self.updater.accumulating():
+                yield
             return
         synchronises, self._reducer.synchronises = self._reducer.synchronises, False
         try:
@@ -264,8 +265,7 @@ class ZeroEngine:
         check_stepped(optimizer, self.table, self.names)
         used = self._agreement.used()
         self.watch.on_gradients(optimizer, self._reducer.generation)
-        for master in self.table.masters_of(optimizer):
-            master.bring_together()
+        self.updater.bring_together(optimizer)
         with self.table.swapped(optimizer, used):
             yield
 
@@ -373,8 +373,7 @@ class ZeroEngine:
         known = restored.claimed(optimizer, self.table, state_dict, self.names)
         if known:  # frozen now, but not for good: its state is kept for when it is unfrozen
             self._adopt(known, has_state=True)
-        for master in self.table.masters_of(optimizer):
-            master.bring_together()
+        self.updater.bring_together(optimizer)
         self.updater.take_state(optimizer, state_dict)
         restored.load_optimizer_state_dict(
             optimizer, self.table, state_dict, self.names, is_speaker=self.groups.rank == 0

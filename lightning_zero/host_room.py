@@ -17,6 +17,8 @@ from lightning_zero.plan.layout import default_bucket_numel
 from lightning_zero.plan.offload import OffloadConfig
 
 GIB = 2**30
+UNDO_NBYTES = 12
+"""Of an element: its master weight and two averages."""
 STAGING_BUFFERS = 2
 """Pieces of host memory on the way to the device, and as many for gradients that are added up."""
 
@@ -31,6 +33,9 @@ class HostNeed:
     states_nbytes: float = 0.0
     """What the optimizer keeps, or the window through which that is streamed from a file."""
 
+    undo_nbytes: float = 0.0
+    """What was there before steps that may have to be taken back."""
+
     gradients_nbytes: float = 0.0
     parameters_nbytes: float = 0.0
     buffers_nbytes: float = 0.0
@@ -42,6 +47,7 @@ class HostNeed:
         return int(
             self.masters_nbytes
             + self.states_nbytes
+            + self.undo_nbytes
             + self.gradients_nbytes
             + self.parameters_nbytes
             + self.buffers_nbytes
@@ -51,6 +57,7 @@ class HostNeed:
         parts = {
             "master weights": self.masters_nbytes,
             "optimizer states": self.states_nbytes,
+            "undo records": self.undo_nbytes,
             "gradients": self.gradients_nbytes,
             "parameters": self.parameters_nbytes,
             "buffers": self.buffers_nbytes,
@@ -139,11 +146,14 @@ def host_need(
             continue
         if dtype.itemsize < 4:
             need.masters_nbytes += 4 * stepped_numel
-        elif not keeps_shards or flow is not None:
+        elif not keeps_shards or flow is not None or plan.steps_ahead:
             need.masters_nbytes += pinned.nbytes(stepped_numel, dtype.itemsize)
         need.states_nbytes += per_element.of(parameter) * stepped_numel
+        if plan.steps_ahead:
+            need.undo_nbytes += UNDO_NBYTES * stepped_numel
+            need.buffers_nbytes += dtype.itemsize * stepped_numel * (dtype.itemsize < 4)
     largest_nbytes = max((p.element_size() for p in every), default=4)
-    need.buffers_nbytes = 2 * STAGING_BUFFERS * share_numel * largest_nbytes
+    need.buffers_nbytes += 2 * STAGING_BUFFERS * share_numel * largest_nbytes
     if plan.optimizer.device == "nvme":
         bytes_each = 4 + max((per_element.of(p) for p in every if p.requires_grad), default=0.0)
         need.states_nbytes = plan.optimizer.buffer_count * share_numel * bytes_each

@@ -13,14 +13,15 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.ops import adam_step_
 from lightning_zero.ops.libraries import is_native
+from lightning_zero.optim.adam_options import adam_options
 from lightning_zero.optim.apart import CHOICES, ApartSteps
 from lightning_zero.optim.masters import HostMaster, MasterShard
-from lightning_zero.optim.pieces import MasterPiece
+from lightning_zero.optim.pieces import MasterPiece, PieceTable
 
 State = MutableMapping[str, Any]
 
@@ -43,6 +44,28 @@ class Bound(NamedTuple):
     """Of the shape of the piece, in the dtype of its master."""
     state: State
     """The optimizer's state of it, empty before its first step."""
+
+
+def grouped(
+    optimizer: Optimizer, table: PieceTable, used: frozenset[nn.Parameter]
+) -> dict[MasterShard, list[Group]]:
+    """What an optimizer is about to step, by bucket.
+
+    Args:
+        optimizer: The user's optimizer, which names parameters now.
+        table: This rank's pieces.
+        used: Parameters that some rank has a gradient for.
+    """
+    found: dict[MasterShard, list[Group]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        by_master: dict[MasterShard, list[MasterPiece]] = {}
+        for parameter in group["params"]:
+            piece = table.piece(parameter)
+            if piece is not None and piece.has_grad(used):
+                by_master.setdefault(piece.master, []).append(piece)
+        for master, pieces in by_master.items():
+            found.setdefault(master, []).append(Group(number, pieces))
+    return found
 
 
 def bound_in_place(optimizer: Optimizer, group: Group) -> list[Bound]:
@@ -158,8 +181,6 @@ def _step_by_op(
             bound.state["exp_avg"] = torch.zeros_like(bound.weight)
             bound.state["exp_avg_sq"] = torch.zeros_like(bound.weight)
         bound.state["step"] += 1
-    is_decoupled = isinstance(optimizer, torch.optim.AdamW) or options.get("decoupled_weight_decay")
-    betas = tuple(float(beta) for beta in options["betas"])
     by_scale: dict[float, list[Bound]] = {}
     for bound in bounds:
         factor = master.factors.get(bound.piece.piece.slot)
@@ -171,12 +192,6 @@ def _step_by_op(
             [bound.state["exp_avg_sq"] for bound in members],
             [bound.piece.view(master.grad_unscaled) for bound in members],
             [float(bound.state["step"]) for bound in members],
-            lr=float(options["lr"]),
-            betas=(betas[0], betas[1]),
-            eps=float(options["eps"]),
-            weight_decay=float(options["weight_decay"]),
-            decoupled=bool(is_decoupled),
-            maximize=bool(options["maximize"]),
-            grad_scale=scale,
             copies=[] if copy is None else [bound.piece.view(copy) for bound in members],
+            **adam_options(optimizer, options, scale),
         )

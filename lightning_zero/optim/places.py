@@ -19,7 +19,14 @@ from lightning_zero.optim.geometry import elementwise_states
 from lightning_zero.optim.masters import HostMaster, MasterShard
 from lightning_zero.optim.pieces import PieceTable
 from lightning_zero.optim.streamed import StreamedMaster
+from lightning_zero.optim.superoffload import (
+    HostSteps,
+    SuperMaster,
+    SuperOffloadUpdater,
+    check_super_offload,
+)
 from lightning_zero.optim.updaters import TOLD, HostUpdater, Updater
+from lightning_zero.optim.workers import BesideWorker
 from lightning_zero.optim.zenflow import ZenFlowMaster, ZenFlowUpdater, check_zenflow
 from lightning_zero.optim.zenflow.home import PickingHome
 from lightning_zero.optim.zenflow.rest import RestSteps, WorkerSteps
@@ -54,7 +61,9 @@ class Places:
         self._control = control
         self._states: StateStream | None = None
         self._shards: StateStream | None = None
+        self._beside: BesideWorker | None = None
         self._rest: RestSteps | None = None
+        self._ahead: HostSteps | None = None
         self.link: HostLink | None = None
         """The way to host memory; None where nothing leaves the device."""
         if plan.optimizer is None:
@@ -97,6 +106,7 @@ class Places:
             ValueError: States of an optimizer cannot be streamed.
             RuntimeError: A rank cannot make its files; on all ranks.
         """
+        self._begin_ahead(optimizers)
         on_host = [False] * len(buckets)
         if self._plan.optimizer is not None:
             numels = [bucket.layout.padded_numel for bucket in buckets]
@@ -119,6 +129,10 @@ class Places:
             return MasterShard(bucket, GradientBucket(*place, wire_dtype), self._has_copies)
         stepped = torch.promote_types(bucket.dtype, torch.float32)
         keeps_factors = torch.promote_types(wire_dtype, bucket.dtype) == stepped
+        if self._ahead is not None:
+            home = HostHome(self.link, keeps_factors, self._ahead.zeros)
+            gradients = GradientBucket(*place, wire_dtype, home)
+            return SuperMaster(bucket, gradients, home, self.link, self._staging, self._ahead)
         if self._plan.zenflow is not None:
             picking = PickingHome(self.link, keeps_factors)
             place_of = picking, self.link, self._staging, self._plan.zenflow, self._rest_steps()
@@ -137,11 +151,27 @@ class Places:
         if self.link is None or flow is None or self._plan.optimizer is None:
             raise AssertionError("zenflow without states in host memory")
         if self._rest is None and flow.overlap_step:
-            is_pinned = self._plan.optimizer.pin_memory and not self.link.is_within_memory
-            self._rest = WorkerSteps(self.link, HostWorker("zenflow", (), is_pinned))
+            worker = self._worker("zenflow", 1.0 - flow.pt_reserved_cores_perc)
+            self._rest = WorkerSteps(self.link, worker)
         elif self._rest is None:
             self._rest = RestSteps(self.link)
         return self._rest
+
+    def _begin_ahead(self, optimizers: Sequence[Optimizer]) -> None:
+        """Start the worker that steps during backward; an evaluation has none."""
+        config = self._plan.optimizer
+        if config is None or not config.super_offload or not optimizers:
+            return
+        check_super_offload(optimizers)
+        if self._ahead is None:
+            self._ahead = HostSteps(self._worker("super_offload", config.worker_share))
+
+    def _worker(self, name: str, share: float) -> HostWorker:
+        if self.link is None or self._plan.optimizer is None or self._beside is not None:
+            raise AssertionError("a worker has states in host memory, and is the only one")
+        is_pinned = self._plan.optimizer.pin_memory and not self.link.is_within_memory
+        self._beside = BesideWorker(name, share, is_pinned, self._control)
+        return self._beside.worker
 
     def updater(self, table: PieceTable) -> Updater:
         """Who steps what has been made here."""
@@ -149,6 +179,8 @@ class Places:
             return Updater(table)
         if self._plan.zenflow is not None:
             return ZenFlowUpdater(table, self._plan.zenflow, self._control)
+        if self._ahead is not None:
+            return SuperOffloadUpdater(table, self._ahead, self._control)
         if self._states is None and self._shards is None:
             return HostUpdater(table)
         return HostUpdater(table, self._states, self._control)
@@ -158,8 +190,8 @@ class Places:
         for stream in (self._states, self._shards):
             if stream is not None:
                 stream.close()
-        if self._rest is not None:
-            self._rest.close()
+        if self._beside is not None:
+            self._beside.close()
 
 
 def check_streamed(optimizers: Sequence[Optimizer]) -> None:

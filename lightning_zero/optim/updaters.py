@@ -10,7 +10,7 @@ as it does over any parameter without a gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,9 @@ from lightning_zero.comm import Collectives
 from lightning_zero.comm.agreed import failing_together
 from lightning_zero.memory.streams import StateStream
 from lightning_zero.optim.apart import ApartSteps, steps_apart
-from lightning_zero.optim.bucket_steps import Group, step_in_place
+from lightning_zero.optim.bucket_steps import grouped, step_in_place
 from lightning_zero.optim.masters import HostMaster, MasterShard, refresh_together
-from lightning_zero.optim.pieces import MasterPiece, PieceTable
+from lightning_zero.optim.pieces import PieceTable
 from lightning_zero.optim.streamed import StreamedMaster
 
 Used = frozenset[nn.Parameter]
@@ -55,6 +55,21 @@ class Updater:
 
     def settle(self) -> None:
         """Training ends: bring what is late into the parameters' shards; for all ranks."""
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """While inside, backwards are not the last before a step."""
+        return nullcontext()
+
+    def bring_together(self, optimizer: Optimizer) -> None:
+        """Have states be what they were stepped to, see :meth:`.MasterShard.bring_together`.
+
+        For all ranks to call.
+
+        Args:
+            optimizer: The user's optimizer, whose states somebody is about to look at or to change.
+        """
+        for master in self._table.masters_of(optimizer):
+            master.bring_together()
 
     def take_state(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         """An optimizer goes on from a checkpoint.
@@ -170,15 +185,7 @@ class _BucketwiseStep:
         self._error: Exception | None = None
         self._stepped: dict[MasterShard, int] = {}
         """Masters that were stored, and which version of them."""
-        self._groups: dict[MasterShard, list[Group]] = {}
-        for number, group in enumerate(optimizer.param_groups):
-            by_master: dict[MasterShard, list[MasterPiece]] = {}
-            for parameter in group["params"]:
-                piece = table.piece(parameter)
-                if piece is not None and piece.has_grad(used):
-                    by_master.setdefault(piece.master, []).append(piece)
-            for master, pieces in by_master.items():
-                self._groups.setdefault(master, []).append(Group(number, pieces))
+        self._groups = grouped(optimizer, table, used)
 
     def hidden(self) -> Used:
         """Parameters whose gradients need not be made for the optimizer to see."""

@@ -14,6 +14,8 @@ OffloadDevice = Literal["cpu", "nvme"]
 NVME_PATH_VARIABLE = "LIGHTNING_ZERO_NVME_PATH"
 """Environment variable with the folder for ``"nvme"``, for those who choose a strategy by name."""
 
+DEFAULT_WORKER_SHARE = 0.8
+
 MIN_BUFFER_COUNT = 2
 """With fewer buffers nothing could be read while something else is written."""
 
@@ -27,7 +29,7 @@ class OffloadConfig:
 
     Source:
         ZeRO-Offload (arXiv:2101.06840), ZeRO-Infinity (arXiv:2104.07857); ``ratio`` is Twin-Flow
-        of ZeRO-Offload++.
+        of ZeRO-Offload++, ``super_offload`` is SuperOffload (arXiv:2509.21271).
     """
 
     device: OffloadDevice = "cpu"
@@ -45,6 +47,14 @@ class OffloadConfig:
 
     buffer_count: int = 4
     """With ``"nvme"``: buffers of the size of one bucket's states that are in memory at once."""
+
+    super_offload: bool = False
+    """Optimizer only, with ``"cpu"``, Adam or AdamW and stages 2 and 3: a worker process beside
+    each rank steps buckets during backward, and takes back what turns out to be wrong."""
+
+    cpuadam_cores_perc: float | None = None
+    """With ``super_offload``: share of a rank's cores that its worker gets, above 0; None for 0.8.
+    Both have one at least."""
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "nvme"):
@@ -68,6 +78,36 @@ class OffloadConfig:
                 f"nvme_path={str(self.nvme_path)!r} has no effect where states are offloaded to"
                 " 'cpu': remove it, or offload to 'nvme'"
             )
+        self._check_super_offload()
+
+    def _check_super_offload(self) -> None:
+        if not isinstance(self.super_offload, bool):
+            raise ValueError(f"super_offload must be True or False, got {self.super_offload!r}")
+        if self.super_offload and self.device != "cpu":
+            raise ValueError(
+                f"super_offload steps in host memory, but device={self.device!r} keeps states in"
+                " files: say device='cpu', or remove super_offload"
+            )
+        share = self.cpuadam_cores_perc
+        if share is None:
+            return
+        if not self.super_offload:
+            raise ValueError(
+                f"cpuadam_cores_perc={share!r} has no effect without super_offload, which steps in"
+                " a process of its own: remove it, or say super_offload=True"
+            )
+        is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
+        if not is_number or not 0 < share <= 1:
+            raise ValueError(
+                f"cpuadam_cores_perc is the share of a rank's cores that its worker gets, above 0"
+                f" and at most 1, got {share!r}"
+            )
+
+    @property
+    def worker_share(self) -> float:
+        """``cpuadam_cores_perc``, or what is usual."""
+        given = self.cpuadam_cores_perc
+        return DEFAULT_WORKER_SHARE if given is None else given
 
     @property
     def folder(self) -> Path:
@@ -93,6 +133,11 @@ class OffloadPlan:
 
     zenflow: ZenFlowConfig | None = None
     """How the optimizer's steps are spread over the device and the host."""
+
+    @property
+    def steps_ahead(self) -> bool:
+        """Whether the host steps during backward."""
+        return self.optimizer is not None and self.optimizer.super_offload
 
     @classmethod
     def of(
@@ -124,6 +169,11 @@ class OffloadPlan:
                 f"ratio={of_parameters.ratio} has no effect in offload_parameters, where all shards"
                 " leave the device: it belongs to offload_optimizer"
             )
+        if of_parameters is not None and of_parameters.super_offload:
+            raise ValueError(
+                "super_offload has no effect in offload_parameters: it is about how the optimizer"
+                " steps, and belongs to offload_optimizer"
+            )
         if of_parameters is not None and of_optimizer is None:
             of_optimizer = OffloadConfig(pin_memory=of_parameters.pin_memory)
         uses_files = any(
@@ -137,6 +187,8 @@ class OffloadPlan:
         flow = ZenFlowConfig.of(zenflow)
         if flow is not None:
             _check_zenflow(of_optimizer, of_parameters)
+        if of_optimizer is not None and of_optimizer.super_offload:
+            _check_super_offload(of_parameters, flow)
         return cls(of_optimizer, of_parameters, flow)
 
 
@@ -152,6 +204,19 @@ def _check_zenflow(optimizer: OffloadConfig | None, parameters: OffloadConfig | 
                 f"zenflow needs states in host memory, but {name}={config.device!r} keeps them in"
                 f" files: say {name}='cpu', or remove zenflow"
             )
+
+
+def _check_super_offload(parameters: OffloadConfig | None, flow: ZenFlowConfig | None) -> None:
+    if flow is not None:
+        raise ValueError(
+            "super_offload and zenflow are two ways to take the steps of the host off the critical"
+            " path: choose one of them"
+        )
+    if parameters is not None and parameters.device != "cpu":
+        raise ValueError(
+            f"super_offload needs all states in host memory, but offload_parameters="
+            f"{parameters.device!r} keeps parameters in files: say 'cpu', or remove super_offload"
+        )
 
 
 def _config(name: str, value: Offloaded, nvme_path: str | Path | None) -> OffloadConfig | None:

@@ -10,12 +10,10 @@ is the same three parts with the chosen columns only.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_zero.ops import (
     adam_columns_step_,
@@ -143,27 +141,6 @@ class ChosenColumns:
         for master, exp_avg, exp_avg_sq, of_part, count in zip(*parts, steps, strict=True):
             if master.numel():
                 adam_columns_step_(master, exp_avg, exp_avg_sq, of_part, count, **options)
-
-
-def adam_options(optimizer: Optimizer, group: Mapping[str, Any], scale: float) -> AdamOptions:
-    """Options of a step.
-
-    Args:
-        optimizer: Adam or AdamW.
-        group: One of its groups.
-        scale: What gradients are multiplied with first.
-    """
-    is_decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
-    first, second = group["betas"]
-    return AdamOptions(
-        lr=float(group["lr"]),
-        betas=(float(first), float(second)),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        decoupled=bool(is_decoupled),
-        maximize=bool(group["maximize"]),
-        grad_scale=scale,
-    )
 
 
 class AdamStates(NamedTuple):

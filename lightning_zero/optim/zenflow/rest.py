@@ -69,16 +69,13 @@ class RestSteps:
             RuntimeError: One has failed.
         """
 
-    def close(self) -> None:
-        """Give up what it holds."""
-
 
 class WorkerSteps(RestSteps):
     """Steps in a worker, while this process goes on.
 
     Args:
         link: The way between the device and the host.
-        worker: The worker; closed with this.
+        worker: The worker.
     """
 
     is_late = True
@@ -132,8 +129,3 @@ class WorkerSteps(RestSteps):
         """See the base class."""
         while self._under_way:
             self._under_way.pop(0).wait()
-
-    def close(self) -> None:
-        """See the base class."""
-        self._under_way.clear()
-        self._worker.close()

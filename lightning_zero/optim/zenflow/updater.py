@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from lightning_zero import _compat
 from lightning_zero.comm import Collectives
 from lightning_zero.comm.agreed import failing_together
+from lightning_zero.optim.adam_options import adam_options
 from lightning_zero.optim.apart import ApartSteps
 from lightning_zero.optim.bucket_steps import Group, step_in_place
 from lightning_zero.optim.masters import HostMaster, MasterShard
 from lightning_zero.optim.pieces import MasterPiece, PieceTable, parameters_of
 from lightning_zero.optim.updaters import TOLD, HostUpdater, Used
-from lightning_zero.optim.zenflow.columns import adam_options
 from lightning_zero.optim.zenflow.master import ZenFlowMaster
 from lightning_zero.optim.zenflow.part import ENTRY, Part
 from lightning_zero.optim.zenflow.selection import agree_on_columns, columns
