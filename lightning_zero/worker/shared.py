@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from dataclasses import dataclass
 
@@ -34,8 +33,9 @@ class Arena:
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
-        self._mapped = mmap.mmap(descriptor, nbytes)
-        self.bytes = torch.frombuffer(self._mapped, dtype=torch.uint8)
+        # Python's mmap would keep a descriptor for each piece, of which a process has few.
+        path = f"/proc/self/fd/{descriptor}"
+        self.bytes = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
         """1-D; the memory stays as long as any view of it."""
 
     @property
