@@ -118,7 +118,7 @@ def all_cases(world_size: int) -> tuple[dict[str, tuple[float, bool]], list[Spec
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_no_bit_changes(world_size):
-    for found, (usual, forced) in run_ranks(all_cases, world_size, world_size, timeout_s=110):
+    for found, (usual, forced) in run_ranks(all_cases, world_size, world_size):
         over = {key: result for key, result in found.items() if result != (0.0, True)}
         assert len(found) > 2 * len(ADAM)
         assert not over, "\n".join(f"{key}: {result}" for key, result in over.items())

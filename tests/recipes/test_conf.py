@@ -63,6 +63,7 @@ def test_trainer_choices_share_the_default():
         ("none", None, None),
         ("cpu", ("cpu", 1.0), None),
         ("twin", ("cpu", 0.5), None),
+        ("super", ("cpu", 1.0), None),
         ("params", ("cpu", 1.0), ("cpu", 1.0)),
         ("nvme", ("nvme", 1.0), ("nvme", 1.0)),
     ],
@@ -72,6 +73,13 @@ def test_offload_group_sets_what_leaves_the_device(choice, optimizer, parameters
     plan = hydra.utils.instantiate(cfg.strategy, _convert_="all").options.offload
     for config, expected in ((plan.optimizer, optimizer), (plan.parameters, parameters)):
         assert (config and (config.device, config.ratio)) == expected
+
+
+def test_offload_group_steps_during_backward():
+    cfg = compose_overrides("offload=super", "stage='2'")
+    plan = hydra.utils.instantiate(cfg.strategy, _convert_="all").options.offload
+    assert plan.steps_ahead
+    assert plan.optimizer.worker_share == 0.8
 
 
 @pytest.mark.parametrize(("choice", "interval"), [("off", None), ("topk", 4), ("auto", "auto")])

@@ -150,6 +150,25 @@ def test_page_locked_memory_is_counted_in_powers_of_two():
     assert pinned.masters_nbytes == plain.masters_nbytes == 4 * NUMEL  # stays on the host
 
 
+@pytest.mark.parametrize(("dtype", "of_copy"), [(torch.bfloat16, 2), (torch.float32, 0)])
+def test_steps_ahead_need_undo_records(dtype, of_copy):
+    model = make_model(dtype)
+    optimizer = AdamW(model.parameters())
+    plain, ahead = (
+        host_need(
+            model.parameters(),
+            [optimizer],
+            options_of(2, offload_optimizer={"super_offload": is_super}),
+            1,
+            CPU,
+        )
+        for is_super in (False, True)
+    )
+    assert ahead.undo_nbytes == 12 * NUMEL
+    assert ahead.total_nbytes - plain.total_nbytes == (12 + of_copy) * NUMEL
+    assert "undo records" in str(ahead)
+
+
 def test_files_need_a_window_of_buckets_alone():
     model = make_model(torch.bfloat16)
     optimizer = AdamW(model.parameters())

@@ -52,6 +52,12 @@ def test_the_optimizer_follows_its_parameters_unless_something_is_said_about_it(
         ({"buffer_count": 2.0}, "buffer_count must be at least 2, got 2.0"),
         ({"buffer_count": True}, "buffer_count must be at least 2, got True"),
         ({"nvme_path": "/scratch"}, "nvme_path='/scratch' has no effect where .* 'cpu': remove it"),
+        ({"super_offload": 1}, "super_offload must be True or False, got 1"),
+        ({"super_offload": True, "device": "nvme"}, "device='nvme' keeps states in files"),
+        ({"cpuadam_cores_perc": 0.5}, "has no effect without super_offload"),
+        ({"super_offload": True, "cpuadam_cores_perc": 0}, "above 0 and at most 1, got 0"),
+        ({"super_offload": True, "cpuadam_cores_perc": 1.1}, "above 0 and at most 1, got 1.1"),
+        ({"super_offload": True, "cpuadam_cores_perc": True}, "above 0 and at most 1, got True"),
     ],
 )
 @pytest.mark.parametrize("name", ["offload_optimizer", "offload_parameters"])
@@ -149,3 +155,47 @@ def test_the_engine_steps_that_share_on_the_host(ratio):
     here = sum(m.tensor.numel() for m in masters if m.is_on_host)
     assert here / sum(m.tensor.numel() for m in masters) == pytest.approx(ratio, abs=0.05)
     engine.close()
+
+
+AHEAD = {"super_offload": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stage": 1, "offload_optimizer": AHEAD}, "super_offload needs stage 2 or 3, got stage 1"),
+        ({"stage": 2, "offload_optimizer": AHEAD, "zenflow": {}}, "choose one of them"),
+        ({"stage": 3, "offload_parameters": AHEAD}, "belongs to offload_optimizer"),
+        (
+            {
+                "stage": 3,
+                "offload_optimizer": AHEAD,
+                "offload_parameters": {"device": "nvme", "nvme_path": "/scratch"},
+            },
+            "offload_parameters='nvme' keeps parameters in files",
+        ),
+    ],
+)
+def test_steps_ahead_need_states_in_host_memory(options, words):
+    with pytest.raises(ValueError, match=words):
+        ZeroOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "words"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=1.0), torch.float32, "cannot do so for SGD: use"),
+        (lambda p: type("Mine", (torch.optim.AdamW,), {})(p), torch.float32, "so for Mine: use"),
+        (
+            lambda p: torch.optim.Adam(p, amsgrad=True),
+            torch.float32,
+            r"does not know Adam\(amsgrad=True\)",
+        ),
+        (torch.optim.AdamW, torch.float64, "AdamW has parameters of fp64: train in fp32"),
+    ],
+)
+def test_steps_ahead_are_those_of_adam(make, dtype, words):
+    net = nn.Linear(3, 3, dtype=dtype)
+    options = ZeroOptions(stage=2, offload_optimizer=AHEAD)
+    with pytest.raises(ValueError, match=words):
+        ZeroEngine(net, [make(net.parameters())], options, ShardGroups.create())
