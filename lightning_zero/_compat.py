@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -20,8 +21,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def innermost_frames() -> list[FrameType]:
-    """What each thread of the interpreter runs now."""
-    return list(sys._current_frames().values())
+    """What each thread of the interpreter runs now.
+
+    Python looks under a lock: if it collected garbage there, and that asked again, it would wait
+    for itself.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return list(sys._current_frames().values())
+    finally:
+        if collects:
+            gc.enable()
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from contextlib import contextmanager
 
@@ -23,6 +25,7 @@ from torch.optim.optimizer import (
 )
 
 from lightning_zero import ShardGroups, ZeroEngine, ZeroOptions
+from tests.helpers.limits import HANG_S
 from tests.helpers.single import adamw, make_model
 
 
@@ -108,3 +111,25 @@ def test_hooks_of_an_engine_that_is_collected_elsewhere_go_with_it():
         dropped_engine()
         gc.collect()
         assert hooks() == before
+
+
+COLLECTED_WHILE_LOOKING = """
+import gc, threading, weakref
+from lightning_zero._compat import innermost_frames
+
+class Engine:
+    def __init__(self):
+        self.cycle = self
+        weakref.finalize(self, innermost_frames)
+
+for _ in range(8):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+for count in range(3000):  # when garbage is collected depends on what has been taken before
+    gc.set_threshold(count % 60 + 1)
+    Engine()
+    innermost_frames()
+"""
+
+
+def test_an_engine_that_is_collected_while_stacks_are_looked_at_does_not_hang():
+    subprocess.run([sys.executable, "-c", COLLECTED_WHILE_LOOKING], check=True, timeout=HANG_S / 5)
