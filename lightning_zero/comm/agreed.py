@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from lightning_zero.comm.api import Collectives
+
+
+class KeptError:
+    """An error of one rank, kept until all of them know of it; nothing more is done after it."""
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+
+    def run(self, run: Callable[[], None]) -> None:
+        """Do something that may fail, if nothing has failed so far."""
+        if self._error is not None:
+            return
+        try:
+            run()
+        except Exception as error:
+            self._error = error
+
+    def raise_kept(self) -> None:
+        """Raise what was kept, if there is anything."""
+        if self._error is not None:
+            raise self._error
 
 
 @contextmanager

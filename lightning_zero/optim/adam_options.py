@@ -1,4 +1,4 @@
-"""What Adam does in a step, as an optimizer's group says it."""
+"""Adam, as the user's optimizer says it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,32 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_zero.worker.jobs import AdamOptions
+
+AVERAGES = ("exp_avg", "exp_avg_sq")
+"""Names of Adam's states that have an entry for each element."""
+
+
+def check_adam(optimizer: Optimizer, option: str, what: str) -> None:
+    """Refuse an optimizer that is not plain Adam or AdamW.
+
+    Args:
+        optimizer: The user's optimizer.
+        option: Name of the option that needs it.
+        what: What the option does and cannot do for another.
+
+    Raises:
+        ValueError: It is another one.
+    """
+    kind = type(optimizer)
+    if kind not in (torch.optim.Adam, torch.optim.AdamW):
+        raise ValueError(
+            f"{option} {what} for {kind.__name__}: use torch.optim.Adam or AdamW, or remove"
+            f" {option}"
+        )
+    if any(group["amsgrad"] for group in optimizer.param_groups):
+        raise ValueError(
+            f"{option} does not know {kind.__name__}(amsgrad=True): remove one of the two"
+        )
 
 
 def adam_options(optimizer: Optimizer, group: Mapping[str, Any], scale: float) -> AdamOptions:

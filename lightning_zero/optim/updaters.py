@@ -14,22 +14,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero import _compat
 from lightning_zero.comm import Collectives
-from lightning_zero.comm.agreed import failing_together
+from lightning_zero.comm.agreed import KeptError, failing_together
 from lightning_zero.memory.streams import StateStream
 from lightning_zero.optim.apart import ApartSteps, steps_apart
-from lightning_zero.optim.bucket_steps import grouped, step_in_place
-from lightning_zero.optim.masters import HostMaster, MasterShard, refresh_together
+from lightning_zero.optim.bucket_steps import step_in_place
+from lightning_zero.optim.hooked_steps import HookedStep, Used
+from lightning_zero.optim.masters import MasterShard, refresh_together
 from lightning_zero.optim.pieces import PieceTable
 from lightning_zero.optim.streamed import StreamedMaster
-
-Used = frozenset[nn.Parameter]
-"""Parameters that some rank has a gradient for."""
 
 TOLD = "other ranks could not {}: "
 """How an error of files begins on the ranks whose files are fine."""
@@ -137,20 +132,14 @@ class HostUpdater(Updater):
             with super()._stepping(optimizer, masters, used):
                 yield
             return
-        is_agreed = self._control is not None
-        step = _BucketwiseStep(optimizer, self._table, masters, used, self._stream, is_agreed)
-        # The last of the user's own hooks comes before it, and sees what is about to be stepped.
-        handle = optimizer.register_step_pre_hook(step.run)
-        hidden = frozenset() if _compat.has_step_hooks(optimizer, besides=1) else step.hidden()
-        try:
-            with self._table.swapped(optimizer, used - hidden):
-                yield
-        finally:
-            handle.remove()
+        kept = None if self._control is None else KeptError()
+        step = _BucketwiseStep(optimizer, self._table, masters, used, self._stream, kept)
+        with step.within():
+            yield
         step.finish()
-        if self._control is not None:
+        if self._control is not None and kept is not None:
             with failing_together(self._control, "step with states in files", TOLD):
-                step.raise_kept()
+                kept.raise_kept()
 
     def _store(self, masters: Sequence[MasterShard]) -> None:
         if self._control is None:
@@ -167,7 +156,7 @@ class HostUpdater(Updater):
         return self._apart[kind]
 
 
-class _BucketwiseStep:
+class _BucketwiseStep(HookedStep):
     """One step of an optimizer, of which each bucket is stepped by itself."""
 
     def __init__(
@@ -177,48 +166,26 @@ class _BucketwiseStep:
         masters: Sequence[MasterShard],
         used: Used,
         stream: StateStream | None,
-        is_agreed: bool,
+        kept: KeptError | None,
     ) -> None:
+        super().__init__(optimizer, table, used)
         self._masters = masters
         self._stream = stream
-        self._is_agreed = is_agreed
-        self._error: Exception | None = None
+        self._kept = kept
+        """Errors of this rank's disk."""
         self._stepped: dict[MasterShard, int] = {}
         """Masters that were stored, and which version of them."""
-        self._groups = grouped(optimizer, table, used)
-
-    def hidden(self) -> Used:
-        """Parameters whose gradients need not be made for the optimizer to see."""
-        return frozenset(
-            piece.parameter
-            for master, groups in self._groups.items()
-            if isinstance(master, HostMaster) and not master.has_made_grad
-            for group in groups
-            for piece in group.pieces
-        )
-
-    @torch.no_grad()
-    def run(self, optimizer: Optimizer, args: Any, options: Any) -> None:
-        """Hook before the optimizer's own step, which has nothing left to do after it."""
-        found_inf = getattr(optimizer, "found_inf", None)  # of a loss scaler: the step is left out
-        if found_inf is None or not bool(found_inf):
-            self._guarded(partial(self._step, optimizer))
-        for groups in self._groups.values():
-            for group in groups:
-                for piece in group.pieces:
-                    piece.tensor.grad = None
-        self._groups.clear()
 
     def _guarded(self, run: Callable[[], None]) -> None:
-        """Keep an error of one rank's disk until all of them know of it."""
-        try:
+        if self._kept is None:
             run()
-        except Exception as error:
-            if not self._is_agreed:
-                raise
-            self._error = error
+        else:
+            self._kept.run(run)
 
     def _step(self, optimizer: Optimizer) -> None:
+        self._guarded(partial(self._step_buckets, optimizer))
+
+    def _step_buckets(self, optimizer: Optimizer) -> None:
         apart = ApartSteps(optimizer)
         # What is on an accelerator runs there while the host steps the rest.
         for master in sorted(self._groups, key=lambda master: master.is_on_host):
@@ -235,15 +202,9 @@ class _BucketwiseStep:
             master.step(optimizer, apart, self._groups[master], region)
             self._stepped[master] = master.tensor._version
 
-    def raise_kept(self) -> None:
-        """Raise what was kept: files of this rank could not be read or written."""
-        if self._error is not None:
-            raise self._error
-
     def finish(self) -> None:
         """Store what was not stepped here, and what a hook after the step has written to."""
-        if self._error is None:
-            self._guarded(self._store_rest)
+        self._guarded(self._store_rest)
 
     def _store_rest(self) -> None:
         for master in self._masters:

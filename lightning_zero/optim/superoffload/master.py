@@ -12,11 +12,11 @@ from lightning_zero.grads.bucket import GradientBucket
 from lightning_zero.grads.homes import Arrivals, HostHome
 from lightning_zero.memory.link import HostLink, Staging
 from lightning_zero.optim.adam_options import adam_options
-from lightning_zero.optim.bucket_steps import Group
+from lightning_zero.optim.bucket_steps import Group, State
 from lightning_zero.optim.masters import HostMaster, shard_in_memory
 from lightning_zero.optim.pieces import MasterPiece
 from lightning_zero.optim.superoffload.speculation import Assumed, Guess, HostSteps
-from lightning_zero.optim.superoffload.states import SharedStates, State, is_complete
+from lightning_zero.optim.superoffload.states import SharedStates, is_complete
 from lightning_zero.params.bucket import ParameterBucket
 from lightning_zero.params.dense import stamp
 from lightning_zero.plan.layout import Piece
@@ -75,7 +75,7 @@ class SuperMaster(HostMaster, Arrivals):
 
     def on_arrived(self) -> None:
         """See the base class: step ahead, if that seems to be right."""
-        self._steps.guarded(self._step_ahead)
+        self._steps.errors.run(self._step_ahead)
 
     def before_change(self) -> None:
         """See the base class."""
@@ -115,8 +115,8 @@ class SuperMaster(HostMaster, Arrivals):
             return
         self._trusts = False
         if guess.tickets:
-            self._steps.guarded(lambda: self._undo_step(guess))
-            self._steps.guarded(self._wait)
+            self._steps.errors.run(lambda: self._undo_step(guess))
+            self._steps.errors.run(self._wait)
 
     def bring_together(self) -> None:
         """See the base class.
@@ -125,7 +125,7 @@ class SuperMaster(HostMaster, Arrivals):
             RuntimeError: The worker has failed, and what it has stepped cannot be taken back.
         """
         self.take_back()
-        self._steps.raise_kept()
+        self._steps.errors.raise_kept()
 
     def refresh(self) -> None:
         """See the base class."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from lightning_zero.comm.agreed import KeptError
 from lightning_zero.optim.pieces import MasterPiece
 from lightning_zero.worker import HostWorker, Job, Shared, Ticket
 from lightning_zero.worker.jobs import AdamOptions
@@ -77,7 +78,8 @@ class HostSteps:
 
     def __init__(self, worker: HostWorker) -> None:
         self._worker = worker
-        self._error: Exception | None = None
+        self.errors = KeptError()
+        """Of the worker, until all ranks can raise them."""
         self.speculates = True
         """The backward under way is the last before a step, as far as anybody knows."""
         self.counts = Speculation()
@@ -93,20 +95,6 @@ class HostSteps:
     def submit(self, job: Job) -> Ticket:
         """Have a job done, after those that were submitted before."""
         return self._worker.submit(job)
-
-    def guarded(self, run: Callable[[], None]) -> None:
-        """Keep an error until all ranks can raise it; after one, nothing is done any more."""
-        if self._error is not None:
-            return
-        try:
-            run()
-        except Exception as error:
-            self._error = error
-
-    def raise_kept(self) -> None:
-        """Raise what was kept."""
-        if self._error is not None:
-            raise self._error
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_zero.grads.bucket import GradientBucket
 from lightning_zero.ops import adam_step_
+from lightning_zero.optim.adam_options import AVERAGES
+from lightning_zero.optim.bucket_steps import State
 from lightning_zero.optim.pieces import MasterPiece
 from lightning_zero.optim.superoffload.speculation import Assumed, HostSteps
 from lightning_zero.worker import AdamJob, AdamUndoJob, Shared, Ticket
-
-AVERAGES = ("exp_avg", "exp_avg_sq")
-
-State = MutableMapping[str, Any]
 
 
 class _Names(NamedTuple):

@@ -8,13 +8,14 @@ other columns are chosen. What somebody else has written on the host after that 
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_zero.memory.link import HostLink
+from lightning_zero.optim.adam_options import AVERAGES
+from lightning_zero.optim.bucket_steps import State
 from lightning_zero.optim.pieces import MasterPiece
 from lightning_zero.optim.zenflow.columns import (
     AdamStates,
@@ -27,15 +28,12 @@ from lightning_zero.optim.zenflow.rest import RestSteps
 from lightning_zero.params.dense import flatten
 from lightning_zero.worker.jobs import AdamOptions, accumulate
 
-AVERAGES = ("exp_avg", "exp_avg_sq")
 ENTRY = "zenflow"
 """Name of a parameter's entry in the optimizer's state that tells what torch's Adam does not."""
 WAITING = "zenflow_waiting"
 """Name of the sum of gradients that wait for the end of the window."""
 LATE = "zenflow_late"
 """Name of master weights that are newer than the parameters."""
-
-State = MutableMapping[str, Any]
 
 
 class Noted(NamedTuple):

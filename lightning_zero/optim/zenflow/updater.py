@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_zero import _compat
 from lightning_zero.comm import Collectives
-from lightning_zero.comm.agreed import failing_together
-from lightning_zero.optim.adam_options import adam_options
+from lightning_zero.comm.agreed import KeptError, failing_together
+from lightning_zero.optim.adam_options import adam_options, check_adam
 from lightning_zero.optim.apart import ApartSteps
-from lightning_zero.optim.bucket_steps import Group, step_in_place
-from lightning_zero.optim.masters import HostMaster, MasterShard
+from lightning_zero.optim.bucket_steps import step_in_place
+from lightning_zero.optim.hooked_steps import HookedStep, Used
+from lightning_zero.optim.masters import MasterShard
 from lightning_zero.optim.pieces import MasterPiece, PieceTable, parameters_of
-from lightning_zero.optim.updaters import TOLD, HostUpdater, Used
+from lightning_zero.optim.updaters import TOLD, Updater
 from lightning_zero.optim.zenflow.master import ZenFlowMaster
 from lightning_zero.optim.zenflow.part import ENTRY, Part
 from lightning_zero.optim.zenflow.selection import agree_on_columns, columns
@@ -37,17 +37,11 @@ def check_zenflow(optimizers: Sequence[Optimizer]) -> None:
         ValueError: There is one.
     """
     for optimizer in optimizers:
-        kind = type(optimizer)
-        groups = optimizer.param_groups
-        if kind not in (torch.optim.Adam, torch.optim.AdamW):
-            raise ValueError(
-                f"zenflow steps columns by Adam, each with its own number of steps, and cannot do"
-                f" that for {kind.__name__}: use torch.optim.Adam or AdamW, or remove zenflow"
-            )
-        if any(group["amsgrad"] for group in groups):
-            raise ValueError(
-                f"zenflow does not know {kind.__name__}(amsgrad=True): remove one of the two"
-            )
+        check_adam(
+            optimizer,
+            "zenflow",
+            "steps columns by Adam, each with its own number of steps, and cannot do that",
+        )
         if any(p.dtype == torch.float64 for p in parameters_of(optimizer)):
             raise ValueError(
                 "zenflow steps master weights of fp32, and some parameters are fp64, which would"
@@ -55,7 +49,7 @@ def check_zenflow(optimizers: Sequence[Optimizer]) -> None:
             )
 
 
-class ZenFlowUpdater(HostUpdater):
+class ZenFlowUpdater(Updater):
     """Steps in two worlds, see [Note: two worlds] in ``plan/zenflow.py``.
 
     Args:
@@ -94,15 +88,8 @@ class ZenFlowUpdater(HostUpdater):
         step = _ZenFlowStep(
             optimizer, self._table, used, self._clock(optimizer), self._config, self._collectives
         )
-        handle = optimizer.register_step_pre_hook(step.run)
-        if step.has_hooks:
-            step.bring_together()
-        hidden = frozenset() if step.has_hooks else step.hidden()
-        try:
-            with self._table.swapped(optimizer, used - hidden):
-                yield
-        finally:
-            handle.remove()
+        with step.within():
+            yield
         step.finish()
         if step.has_begun:
             with failing_together(self._collectives, IN_WORKER, TOLD):
@@ -123,7 +110,7 @@ class ZenFlowUpdater(HostUpdater):
                     master.end_step()
 
 
-class _ZenFlowStep:
+class _ZenFlowStep(HookedStep):
     """One step of an optimizer."""
 
     def __init__(
@@ -135,123 +122,86 @@ class _ZenFlowStep:
         config: ZenFlowConfig,
         collectives: Collectives,
     ) -> None:
-        self._table = table
-        self._used = [p for p in parameters_of(optimizer) if p in used]
+        super().__init__(optimizer, table, used)
         self._clock = clock
         self._config = config
         self._collectives = collectives
-        self._masters: list[ZenFlowMaster] = []
-        self._pieces: dict[MasterPiece, int] = {}
+        self._pieces: dict[ZenFlowMaster, dict[MasterPiece, int]] = {}
         """All pieces in the two worlds, and the numbers of their groups."""
-        self._stepped: set[MasterPiece] = set()
-        """Those that have a gradient."""
-        self._error: Exception | None = None
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                piece = table.piece(parameter)
+                if piece is not None and isinstance(piece.master, ZenFlowMaster):
+                    self._pieces.setdefault(piece.master, {})[piece] = number
+        self._agreed = [p for p in parameters_of(optimizer) if p in used]
+        """Parameters that have a gradient, the same on all ranks."""
+        self._kept = KeptError()
+        """Errors of this rank's worker."""
         self.has_begun = False
         """The worker has been given something to do, the same on all ranks."""
-        self._others: dict[MasterShard, list[Group]] = {}
-        """What is stepped as a whole on the device."""
-        self.has_hooks = _compat.has_step_hooks(optimizer, besides=0)
-        """Hooks of the user look at what is stepped."""
-        self._sort(optimizer, used)
 
-    def _sort(self, optimizer: Optimizer, used: Used) -> None:
-        for number, group in enumerate(optimizer.param_groups):
-            others: dict[MasterShard, list[MasterPiece]] = {}
-            for parameter in group["params"]:
-                piece = self._table.piece(parameter)
-                if piece is None:
-                    continue
-                has_grad = piece.has_grad(used)
-                if isinstance(piece.master, ZenFlowMaster):
-                    self._pieces[piece] = number
-                    if has_grad:
-                        self._stepped.add(piece)
-                    if piece.master not in self._masters:
-                        self._masters.append(piece.master)
-                elif has_grad:
-                    others.setdefault(piece.master, []).append(piece)
-            for master, pieces in others.items():
-                self._others.setdefault(master, []).append(Group(number, pieces))
-
-    def hidden(self) -> Used:
-        """Parameters whose gradients need not be made for the optimizer to see."""
-        return frozenset(
-            piece.parameter
-            for piece in self._stepped
-            if isinstance(piece.master, HostMaster) and not piece.master.has_made_grad
-        )
-
-    def bring_together(self) -> None:
-        """Let hooks of the user see what there is."""
-        for master in self._masters:
+    def _show(self) -> None:
+        """See the base class."""
+        for master in self._pieces:
             master.bring_together()
 
-    @torch.no_grad()
-    def run(self, optimizer: Optimizer, args: Any, options: Any) -> None:
-        """Hook before the optimizer's own step, which has nothing left to do after it."""
-        found_inf = getattr(optimizer, "found_inf", None)  # of a loss scaler: the step is left out
-        if found_inf is None or not bool(found_inf):
-            self._step(optimizer)
-        for piece in self._stepped:
-            piece.tensor.grad = None
-        for groups in self._others.values():
-            for group in groups:
-                for piece in group.pieces:
-                    piece.tensor.grad = None
+    def _stepped(self) -> Iterator[tuple[MasterPiece, int]]:
+        """Pieces in the two worlds that have a gradient, and the numbers of their groups."""
+        for master, groups in self._groups.items():
+            if isinstance(master, ZenFlowMaster):
+                yield from ((piece, group.number) for group in groups for piece in group.pieces)
 
     def _step(self, optimizer: Optimizer) -> None:
         apart = ApartSteps(optimizer)
-        for other, groups in self._others.items():
-            step_in_place(optimizer, apart, other, groups)
+        for other, groups in self._groups.items():
+            if not isinstance(other, ZenFlowMaster):  # stepped as a whole on the device
+                step_in_place(optimizer, apart, other, groups)
         self._adopt(optimizer)
         turn = self._clock.turn()
         if turn.selects:
             self._select(optimizer)
-        for piece in self._stepped:
-            part = self._part(piece)
-            part.step_important(self._options(optimizer, piece, _factor(piece)))
+        for piece, number in self._stepped():
+            options = adam_options(optimizer, optimizer.param_groups[number], _factor(piece))
+            _part(piece).step_important(options)
         updates = self._rest(optimizer, turn)
-        for master in self._masters:
+        self._clock.take(turn, updates)
+        for master in self._pieces:
             master.show_important()
             master.note()
-        self._clock.take(turn, updates)
-        for master in self._masters:
             master.clock_state = self._clock.state()
-        if self.has_hooks:
-            self.bring_together()
+        if self._has_hooks:
+            self._show()
 
     def _adopt(self, optimizer: Optimizer) -> None:
-        for master in self._masters:
-            own = [piece for piece in self._pieces if piece.master is master]
-            master.adopt(optimizer, own)
-        for piece in self._pieces:
-            if piece in self._stepped and not self._part(piece).has_state:
-                self._part(piece).make_state(optimizer.state[piece.tensor])
+        for master, pieces in self._pieces.items():
+            master.adopt(optimizer, list(pieces))
+        for piece, _ in self._stepped():
+            if not _part(piece).has_state:
+                _part(piece).make_state(optimizer.state[piece.tensor])
 
     def _select(self, optimizer: Optimizer) -> None:
         """Choose columns anew. What waits was measured by the old ones, and is stepped before."""
-        chosen = agree_on_columns(self._used, self._table, self._collectives, self._config)
+        chosen = agree_on_columns(self._agreed, self._table, self._collectives, self._config)
         self._step_waiting(optimizer, self._clock.window)
         self._show_rest()
-        for master in self._masters:  # the rest has come with old values of the important ones
-            master.show_important()
-        for piece in self._pieces:
-            if piece.parameter in chosen and self._part(piece).has_state:
-                self._part(piece).choose(chosen[piece.parameter])
-        for master in self._masters:
+        for master, pieces in self._pieces.items():
+            master.show_important()  # the rest has come with old values of the important ones
+            for piece in pieces:
+                if piece.parameter in chosen and master.part(piece).has_state:
+                    master.part(piece).choose(chosen[piece.parameter])
             master.note()
 
     def _rest(self, optimizer: Optimizer, turn: Turn) -> bool:
         """Whether the window has ended with this step, and what waits is stepped."""
-        rest = [piece for piece in self._stepped if self._part(piece).has_rest]
+        rest = [(p, number) for p, number in self._stepped() if _part(p).has_rest]
         window = 0 if turn.selects else self._clock.window
         is_now = turn.is_warm_up or not self._config.overlap_step
         if turn.updates and not window and is_now:
             self._step_now(optimizer, rest)
             self._show_rest()
             return True
-        for piece in rest:
-            self._part(piece).wait(_factor(piece))
+        for piece, _ in rest:
+            _part(piece).wait(_factor(piece))
         updates = turn.updates or (self._config.update_interval == "auto" and self._is_due())
         if updates and self._config.overlap_step:
             self._show_rest()
@@ -262,80 +212,75 @@ class _ZenFlowStep:
             self._show_rest()
         return updates
 
-    def _step_now(self, optimizer: Optimizer, pieces: Sequence[MasterPiece]) -> None:
+    def _step_now(self, optimizer: Optimizer, pieces: Sequence[tuple[MasterPiece, int]]) -> None:
         """A window of one step: nothing has to wait."""
-        for master in self._masters:
-            options = {
-                piece: self._options(optimizer, piece, _factor(piece))
-                for piece in pieces
-                if piece.master is master
-            }
-            self._guarded(partial(master.begin_rest, options, has_waited=False))
+        by_master: dict[MasterShard, dict[MasterPiece, AdamOptions]] = {}
+        for piece, number in pieces:
+            options = adam_options(optimizer, optimizer.param_groups[number], _factor(piece))
+            by_master.setdefault(piece.master, {})[piece] = options
+        for master in self._pieces:
+            self._begin_rest(master, by_master.get(master, {}), has_waited=False)
 
     def _step_waiting(self, optimizer: Optimizer, window: int) -> None:
         """Step by the mean of what waits."""
-        for master in self._masters:
+        for master, pieces in self._pieces.items():
             options = {
-                piece: self._options(optimizer, piece, 1.0 / window)
-                for piece in self._pieces
-                if piece.master is master and self._part(piece).waited
+                piece: adam_options(optimizer, optimizer.param_groups[number], 1.0 / window)
+                for piece, number in pieces.items()
+                if master.part(piece).waited
             }
-            self._guarded(partial(master.begin_rest, options, has_waited=True))
+            self._begin_rest(master, options, has_waited=True)
+
+    def _begin_rest(
+        self, master: ZenFlowMaster, options: dict[MasterPiece, AdamOptions], has_waited: bool
+    ) -> None:
+        begin = partial(master.begin_rest, options, has_waited)
+        if self._config.overlap_step:
+            self._kept.run(begin)
+        else:
+            begin()
 
     def _show_rest(self) -> None:
         """On all ranks or on none."""
         if self._config.overlap_step:
             with failing_together(self._collectives, IN_WORKER, TOLD):
                 self.raise_kept()
-                for master in self._masters:
+                for master in self._pieces:
                     master.finish_rest()
-        for master in self._masters:
+        for master in self._pieces:
             master.show_rest()
-
-    def _guarded(self, run: Callable[[], None]) -> None:
-        """Keep an error of one rank's worker until all of them know of it."""
-        if self._error is not None:
-            return
-        try:
-            run()
-        except RuntimeError as error:
-            if not self._config.overlap_step:
-                raise
-            self._error = error
 
     def raise_kept(self) -> None:
         """Raise what was kept: the worker of this rank has failed."""
-        if self._error is not None:
-            raise self._error
+        self._kept.raise_kept()
 
     def _is_due(self) -> bool:
         """Whether enough weights have gradients waiting that are as large as important ones."""
-        weights = [p for p in self._used if columns(self._table, p) > 1]
+        weights = [p for p in self._agreed if columns(self._table, p) > 1]
+        stepped = {piece for piece, _ in self._stepped()}
         sums = torch.zeros(max(1, 4 * len(weights)), dtype=torch.float64)
         for at, parameter in enumerate(weights):
             piece = self._table.piece(parameter)
-            if piece is not None and piece in self._stepped:
-                sums[4 * at : 4 * at + 4] = self._part(piece).sizes(_factor(piece))
+            if piece is not None and piece in stepped:
+                sums[4 * at : 4 * at + 4] = _part(piece).sizes(_factor(piece))
         self._collectives.agree(sums)
         due = 0
         for waiting, rest_numel, important, numel in sums[: 4 * len(weights)].view(-1, 4).tolist():
             due += waiting * numel >= important * rest_numel
         return due >= self._config.auto_ratio * len(weights)
 
-    def _part(self, piece: MasterPiece) -> Part:
-        if not isinstance(piece.master, ZenFlowMaster):
-            raise AssertionError("a piece that is stepped as a whole has no parts")
-        return piece.master.part(piece)
-
-    def _options(self, optimizer: Optimizer, piece: MasterPiece, scale: float) -> AdamOptions:
-        return adam_options(optimizer, optimizer.param_groups[self._pieces[piece]], scale)
-
     def finish(self) -> None:
         """Take in what a hook after the step has written to."""
-        for master in self._masters:
+        for master in self._pieces:
             if master.is_newer_on_host:
                 master.settle()
                 master.store()
+
+
+def _part(piece: MasterPiece) -> Part:
+    if not isinstance(piece.master, ZenFlowMaster):
+        raise AssertionError("a piece that is stepped as a whole has no parts")
+    return piece.master.part(piece)
 
 
 def _factor(piece: MasterPiece) -> float:
