@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect, insort
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -37,16 +39,10 @@ class Arena:
         path = f"/proc/self/fd/{descriptor}"
         self.bytes = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
         """1-D; the memory stays as long as any view of it."""
-
-    @property
-    def begin(self) -> int:
+        self.begin = self.bytes.data_ptr()
         """Address of the first byte."""
-        return self.bytes.data_ptr()
-
-    @property
-    def end(self) -> int:
+        self.end = self.begin + nbytes
         """Address behind the last byte."""
-        return self.begin + self.bytes.nbytes
 
     def tensor(self, shared: Shared) -> Tensor:
         """A tensor in it."""
@@ -65,10 +61,13 @@ class SharedMemory:
 
     def __init__(self) -> None:
         self._arenas: dict[int, Arena] = {}
+        self._begins: list[tuple[int, int]] = []
+        """Where arenas begin, and their numbers; ascending, since there are many."""
 
     def add(self, number: int, arena: Arena) -> None:
         """One more."""
         self._arenas[number] = arena
+        insort(self._begins, (arena.begin, number))
 
     def tensor(self, shared: Shared) -> Tensor:
         """What the other process has named."""
@@ -80,8 +79,9 @@ class SharedMemory:
 
     def _number(self, tensor: Tensor) -> int | None:
         address = tensor.data_ptr()
-        found = (n for n, arena in self._arenas.items() if arena.begin <= address < arena.end)
-        return next(found, None)
+        place = bisect(self._begins, address, key=itemgetter(0)) - 1
+        number = self._begins[place][1] if place >= 0 else None
+        return number if number is not None and address < self._arenas[number].end else None
 
     def shared(self, tensor: Tensor) -> Shared:
         """The name of a tensor for the other process.
@@ -102,3 +102,4 @@ class SharedMemory:
     def clear(self) -> None:
         """Forget them; memory goes with its last tensor."""
         self._arenas.clear()
+        self._begins.clear()
