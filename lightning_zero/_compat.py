@@ -231,7 +231,6 @@ def compiled_modules(root: nn.Module) -> list[nn.Module]:
     return found
 
 
-def has_step_hooks(optimizer: torch.optim.Optimizer, besides: int = 0) -> bool:
-    """Whether more than so many hooks are called around an optimizer's steps, global ones aside."""
-    count = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
-    return count > besides
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks are called around an optimizer's steps, global ones aside."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
