@@ -13,8 +13,8 @@ from lightning_zero.grads.homes import Arrivals, HostHome
 from lightning_zero.memory.link import HostLink, Staging
 from lightning_zero.optim.adam_options import adam_options
 from lightning_zero.optim.bucket_steps import Group, State
-from lightning_zero.optim.masters import HostMaster, shard_in_memory
 from lightning_zero.optim.pieces import MasterPiece
+from lightning_zero.optim.shared_master import SharedMaster
 from lightning_zero.optim.superoffload.speculation import Assumed, Guess, HostSteps
 from lightning_zero.optim.superoffload.states import SharedStates, is_complete
 from lightning_zero.params.bucket import ParameterBucket
@@ -23,7 +23,7 @@ from lightning_zero.plan.layout import Piece
 from lightning_zero.worker import Ticket
 
 
-class SuperMaster(HostMaster, Arrivals):
+class SuperMaster(SharedMaster, Arrivals):
     """A master in memory that a worker sees, see [Note: speculation] in ``__init__.py``.
 
     Args:
@@ -45,8 +45,7 @@ class SuperMaster(HostMaster, Arrivals):
         steps: HostSteps,
     ) -> None:
         self._steps = steps
-        super().__init__(parameters, gradients, home, link, staging)
-        self._copy = steps.zeros(self.tensor.numel(), parameters.dtype) if self.has_copy else None
+        super().__init__(parameters, gradients, home, link, staging, steps.zeros)
         self._states = SharedStates(self.tensor, self._copy, gradients, steps)
         self._copied_version = -1
         """Of the master, when the copy was last in line with it."""
@@ -59,17 +58,6 @@ class SuperMaster(HostMaster, Arrivals):
         self._guess: Guess | None = None
         self._under_way: list[Ticket] = []
         home.arrivals = self
-
-    def _make(self) -> Tensor:
-        shard = self.parameters.shard
-        master = self._steps.zeros(shard.numel(), torch.float32)
-        self._link.to_host(shard, master).wait_on_host()
-        return master
-
-    @property
-    def is_apart(self) -> bool:
-        """See the base class; what is stepped ahead is not what the model sees."""
-        return True
 
     # Before the step.
 
@@ -199,17 +187,10 @@ class SuperMaster(HostMaster, Arrivals):
 
     def show(self) -> None:
         """Bring what was stepped to the parameters' shard; may be under way when this returns."""
-        values = self.tensor
-        if self._copy is not None:
-            if self._copied_version != self.tensor._version:  # somebody else has written to it
-                self._copy.copy_(self.tensor)
-                self._copied_version = self.tensor._version
-            values = self._copy
-        here = shard_in_memory(self.parameters, self._link)
-        if here is not None:
-            here.copy_(values)
-        else:
-            self._stored = self._link.to_device(values, self.parameters.shard)
+        if self._copy is not None and self._copied_version != self.tensor._version:
+            self._copy.copy_(self.tensor)  # somebody else has written to it
+            self._copied_version = self.tensor._version
+        self._send_all()
 
     # Parts of both.
 

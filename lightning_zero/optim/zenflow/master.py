@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 
 from lightning_zero.grads.bucket import GradientBucket
 from lightning_zero.memory.link import HostLink, Staging
-from lightning_zero.optim.masters import HostMaster, shard_in_memory
+from lightning_zero.optim.masters import shard_in_memory
 from lightning_zero.optim.pieces import MasterPiece
+from lightning_zero.optim.shared_master import SharedMaster
 from lightning_zero.optim.zenflow.home import PickingHome
 from lightning_zero.optim.zenflow.part import Part
 from lightning_zero.optim.zenflow.rest import RestSteps
@@ -20,7 +21,7 @@ from lightning_zero.plan.zenflow import ZenFlowConfig
 from lightning_zero.worker.jobs import AdamOptions
 
 
-class ZenFlowMaster(HostMaster):
+class ZenFlowMaster(SharedMaster):
     """A master on the host, of which important columns are on the device.
 
     See [Note: who has the last word] in ``part.py``. Where the rest is stepped in a worker, its new
@@ -50,27 +51,14 @@ class ZenFlowMaster(HostMaster):
         self._steps = steps
         self._picking = home
         self._parts: dict[MasterPiece, Part] = {}
-        super().__init__(parameters, gradients, home, link, staging)
-        self._copy: Tensor | None = None
-        """The master in the dtype of the parameters, but for important columns."""
-        if self.has_copy:
-            self._copy = steps.zeros(self.tensor.numel(), parameters.dtype).copy_(self.tensor)
+        super().__init__(parameters, gradients, home, link, staging, steps.zeros)
         self._known_version = self.tensor._version
         self.clock_state: list[int] = []
         """Of the optimizer's clock, as it is saved."""
         self.is_late = False
         """The rest has been stepped, or is being stepped, and nobody has been shown."""
-
-    def _make(self) -> Tensor:
-        shard = self.parameters.shard
-        master = self._steps.zeros(shard.numel(), torch.float32)
-        self._link.to_host(shard, master).wait_on_host()
-        return master
-
-    @property
-    def is_apart(self) -> bool:
-        """See the base class; what is stepped is not what the model sees."""
-        return True
+        self._told_late: bool | None = None
+        """What was told of that when all was brought together; None for stepped since."""
 
     def part(self, piece: MasterPiece) -> Part:
         """What is known of one of its pieces."""
@@ -87,6 +75,7 @@ class ZenFlowMaster(HostMaster):
             pieces: Those of this bucket that it steps.
         """
         is_new = self.is_newer_on_host
+        self._told_late = None
         for piece in pieces:
             state = optimizer.state.get(piece.tensor)
             if not state:
@@ -111,11 +100,12 @@ class ZenFlowMaster(HostMaster):
 
     def bring_together(self) -> None:
         """See the base class."""
-        if self.is_newer_on_host:
-            return  # somebody has written to it after the last time
+        if self.is_newer_on_host or self._told_late == self.is_late:
+            return  # somebody has written to it, or nobody has stepped, after the last time
         self._steps.finish()
         for part in self._parts.values():
             part.tell(self.clock_state, self.is_late)
+        self._told_late = self.is_late
         self.note()
 
     def follow_shard(self) -> None:
@@ -165,13 +155,9 @@ class ZenFlowMaster(HostMaster):
             return
         self.finish_rest()
         self.is_late = False
-        values, shard = self.tensor if self._copy is None else self._copy, self.parameters.shard
-        here = shard_in_memory(self.parameters, self._link)
-        if here is not None:
-            here.copy_(values)
-            return
-        self._stored = self._link.to_device(values, shard)
-        self._stored.wait()
+        self._send_all()
+        if self._stored is not None:
+            self._stored.wait()
 
     def show_important(self) -> None:
         """Write the important columns of all parts into the parameters' shard."""

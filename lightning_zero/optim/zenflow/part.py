@@ -24,7 +24,7 @@ from lightning_zero.optim.zenflow.columns import (
     columns_of,
 )
 from lightning_zero.optim.zenflow.home import PickingHome
-from lightning_zero.optim.zenflow.rest import RestSteps
+from lightning_zero.optim.zenflow.rest import RestStep, RestSteps
 from lightning_zero.params.dense import flatten
 from lightning_zero.worker.jobs import AdamOptions, accumulate
 
@@ -269,7 +269,7 @@ class Part:
 
     def step_important(self, options: AdamOptions) -> None:
         """Step the important columns on the device."""
-        if self.chosen is None or not self.chosen.numel and not self._packed:
+        if self.chosen is None:
             return
         self.counts[self.chosen.indices] += 1
         grad = self._picked()
@@ -313,7 +313,8 @@ class Part:
             is_rest[self.chosen.indices] = False
         self.counts[is_rest] += 1
         first = self.place.first
-        self._steps.step(self._on_host(), grad, self.counts, is_rest, first, options, copy)
+        whole = self._on_host(), grad, self.counts, is_rest, first, options, copy
+        self._steps.step(RestStep(*whole))
         if self._steps.is_late and has_waited:  # it is read while the next window begins
             self._waiting, self._spare = self._spare, self._waiting
         self.waited = 0

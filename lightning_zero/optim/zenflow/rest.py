@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,29 @@ from lightning_zero.ops import adam_columns_step_
 from lightning_zero.optim.zenflow.columns import AdamStates, is_uniform, step_uniform_
 from lightning_zero.worker import ColumnsJob, HostWorker, Ticket
 from lightning_zero.worker.jobs import AdamJob, AdamOptions
+
+
+class RestStep(NamedTuple):
+    """A step of a piece of a matrix."""
+
+    states: AdamStates
+    """Weights, averages and averages of squares, 1-D; changed."""
+    grad: Tensor
+    """1-D, not to be written to before :meth:`RestSteps.finish`."""
+    counts: Tensor
+    """Steps of each column, int64 [columns], this one included where it is stepped."""
+    is_stepped: Tensor
+    """Columns whose result matters, bool [columns]; others may become anything."""
+    first_column: int
+    """Column of the first element."""
+    options: AdamOptions
+    copy: Tensor | None
+    """1-D, takes the new weights in the dtype of the parameters."""
+
+    def common_count(self) -> float | None:
+        """Steps of all columns that matter; None where they differ."""
+        own = self.counts[self.is_stepped]
+        return float(own[0]) if is_uniform(own) else None
 
 
 class RestSteps:
@@ -33,34 +58,20 @@ class RestSteps:
         """The tensor, or a copy of it where it can be stepped."""
         return tensor
 
-    def step(
-        self,
-        states: AdamStates,
-        grad: Tensor,
-        counts: Tensor,
-        is_stepped: Tensor,
-        first_column: int,
-        options: AdamOptions,
-        copy: Tensor | None,
-    ) -> None:
-        """Step a piece of a matrix; may be under way when this returns.
-
-        Args:
-            states: Weights, averages and averages of squares, 1-D; changed.
-            grad: 1-D, not to be written to before :meth:`finish`.
-            counts: Steps of each column, int64 [columns], this one included where it is stepped.
-            is_stepped: Columns whose result matters, bool [columns]; others may become anything.
-            first_column: Column of the first element.
-            options: Of the step.
-            copy: 1-D, takes the new weights in the dtype of the parameters.
-        """
-        own = counts[is_stepped]
-        if is_uniform(own):
-            step_uniform_(states, grad, float(own[0]), options, copy)
-        else:
-            adam_columns_step_(
-                *states, grad, counts.clamp(min=1), first_column=first_column, copy=copy, **options
-            )
+    def step(self, step: RestStep) -> None:
+        """Make a step; may be under way when this returns."""
+        count = step.common_count()
+        if count is not None:
+            step_uniform_(step.states, step.grad, count, step.options, step.copy)
+            return
+        adam_columns_step_(
+            *step.states,
+            step.grad,
+            step.counts.clamp(min=1),
+            first_column=step.first_column,
+            copy=step.copy,
+            **step.options,
+        )
 
     def finish(self) -> None:
         """Wait for all steps.
@@ -96,33 +107,25 @@ class WorkerSteps(RestSteps):
         flat = self._worker.zeros(tensor.numel(), tensor.dtype)
         return flat.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
-    def step(
-        self,
-        states: AdamStates,
-        grad: Tensor,
-        counts: Tensor,
-        is_stepped: Tensor,
-        first_column: int,
-        options: AdamOptions,
-        copy: Tensor | None,
-    ) -> None:
+    def step(self, step: RestStep) -> None:
         """See the base class."""
-        if not self._worker.has(grad):  # one that does not wait: all is to be done at once
+        if not self._worker.has(step.grad):  # one that does not wait: all is to be done at once
             self.finish()
-            super().step(states, grad, counts, is_stepped, first_column, options, copy)
+            super().step(step)
             return
         share = self._worker.share
-        master, exp_avg, exp_avg_sq = map(share, states)
-        copies = () if copy is None else (share(copy),)
-        own = counts[is_stepped]
+        master, exp_avg, exp_avg_sq = map(share, step.states)
+        grad = share(step.grad)
+        copies = () if step.copy is None else (share(step.copy),)
+        count = step.common_count()
         job: AdamJob | ColumnsJob
-        if is_uniform(own):
-            lists = (master,), (exp_avg,), (exp_avg_sq,), (share(grad),)
-            job = AdamJob(*lists, (float(own[0]),), options, copies)
+        if count is not None:
+            lists = (master,), (exp_avg,), (exp_avg_sq,), (grad,)
+            job = AdamJob(*lists, (count,), step.options, copies)
         else:
-            steps = tuple(counts.clamp(min=1).tolist())
-            names = master, exp_avg, exp_avg_sq, share(grad)
-            job = ColumnsJob(*names, steps, first_column, options, *copies)
+            counts = tuple(step.counts.clamp(min=1).tolist())
+            names = master, exp_avg, exp_avg_sq, grad
+            job = ColumnsJob(*names, counts, step.first_column, step.options, *copies)
         self._under_way.append(self._worker.submit(job))
 
     def finish(self) -> None:
